@@ -36,8 +36,8 @@ from tests.support.engines import (
 from tests.support.waiting import PATIENCE
 
 if TYPE_CHECKING:
+    from tests.sim.engine_sides import LoneWorker
     from tests.vllm.scheduled import ScheduledEngine, World
-    from tests.vllm.worker_rig import WorkerRig
 
 with warnings.catch_warnings(), contextlib.suppress(ImportError):
     # Importing vLLM warns of what torch and others deprecate.
@@ -194,14 +194,14 @@ def backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FaultyStorage:
 
 
 @pytest.fixture
-def make_worker(backend: FaultyStorage) -> Iterator[Callable[..., WorkerRig]]:
+def make_worker(backend: FaultyStorage) -> Iterator[Callable[..., LoneWorker]]:
     """Make workers without a model, on the test's storage."""
-    from tests.vllm.worker_rig import WorkerRig
+    from tests.sim.engine_sides import LoneWorker
 
     with contextlib.ExitStack() as stack:
 
-        def make(**options: Any) -> WorkerRig:
-            return stack.enter_context(contextlib.closing(WorkerRig(backend, **options)))
+        def make(**options: Any) -> LoneWorker:
+            return stack.enter_context(contextlib.closing(LoneWorker(backend, **options)))
 
         yield make
 

@@ -17,8 +17,8 @@ from types import FrameType
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.tiers import tiered
 from kvshelf.vllm.metadata import StepMetadata, StoreOp
+from tests.sim.engine_sides import LoneWorker
 from tests.sim.storage import Fault, FaultyStorage, posix
-from tests.vllm.worker_rig import WorkerRig
 
 #: Each write takes so long; there are more than the end has time for.
 WRITE_SECONDS = 0.1
@@ -34,7 +34,7 @@ def main(folder: str) -> None:
     signal.signal(signal.SIGTERM, _end)
     backend = FaultyStorage(posix(Path(folder)))
     tiered.open_shelf = lambda url, **_: Shelf(backend)  # type: ignore[assignment]
-    rig = WorkerRig(backend, drain_seconds=3.0)
+    rig = LoneWorker(backend, drain_seconds=3.0)
     try:
         backend.add(Fault("write", "*.safetensors", wait=WRITE_SECONDS))
         chunks = [rig.chunks(1, seed)[0] for seed in range(ORDINARY + PROMISED)]

@@ -20,39 +20,27 @@ from __future__ import annotations
 import hashlib
 import random
 import warnings
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeAlias
 
 import pytest
-from pydantic.fields import FieldInfo
 
-from tests.support import constants
-from tests.vllm import rig
-from tests.vllm.configs import model_config
+from tests.sim import engine as engine_model
+from tests.sim import engine_sides as sides
+from tests.sim.engine import ScheduledRequests, resolve_sizes
+from tests.sim.engine_caches import model_config, scheduler_config, speculation, transfer_config
 from tests.vllm.hybrid_specs import COMPRESSED, cache_config
-from tests.vllm.replay import speculation
 
 with warnings.catch_warnings():
     # Importing vLLM warns of what torch and others deprecate.
     warnings.simplefilter("ignore")
-    from vllm.config import KVTransferConfig, VllmConfig
-    from vllm.config.cache import CacheConfig
-    from vllm.config.scheduler import SchedulerConfig
-    from vllm.sampling_params import SamplingParams
-    from vllm.utils.hashing import sha256
     from vllm.v1.core.kv_cache_utils import (
         generate_scheduler_kv_cache_config,
-        get_request_block_hasher,
-        init_none_hash,
-        resolve_cache_hit_alignment_tokens,
-        resolve_kv_cache_block_sizes,
     )
-    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-    from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.kv_cache_interface import (
         ChunkedLocalAttentionSpec,
         FullAttentionSpec,
@@ -61,7 +49,6 @@ with warnings.catch_warnings():
         iter_layer_specs,
     )
     from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
-    from vllm.v1.request import Request, RequestStatus
 
     from kvshelf.vllm import handshake
     from kvshelf.vllm.groups import CacheGroup, CacheGroups
@@ -80,7 +67,7 @@ with warnings.catch_warnings():
     from kvshelf.vllm.scheduler import drafts as draft_scheduler
 
 from kvshelf.costs import work
-from kvshelf.format.keys import Chunk, KeyChain
+from kvshelf.format.keys import Chunk
 from kvshelf.format.kinds import DRAFT, FULL, SHARDS_FIELDS, STATE, WINDOW, Kind, kind_key
 from kvshelf.format.names import object_name
 from kvshelf.format.namespace import Namespace
@@ -94,33 +81,25 @@ TOKEN, STATE_BYTES, ROW, ROWS = 8, 32, 4, 3
 DAMAGED = b"damaged"
 
 
-class Text:
-    """The tokens of one request from its prompt to its end, and what a model computes of them."""
+class Text(engine_model.Text):
+    """The tokens of a request, and what a model computes of them in each group, as bytes."""
 
-    def __init__(self, prompt: Sequence[int], answer: int) -> None:
-        self.tokens = list(prompt)
-        self.prompt = len(prompt)
-        digests = [b""]
-        for position in range(len(prompt) + answer):
-            if position >= len(prompt):
-                self.tokens.append(_token(digests[-1]))
-            last = digests[-1] + self.tokens[position].to_bytes(4, "little")
-            digests.append(hashlib.sha256(last).digest())
-        self._digests = digests
-        self._streams: dict[tuple[int, int], bytes] = {}
+    def __init__(self, prompt: Sequence[int], answer: int, identity: str = "") -> None:
+        super().__init__(prompt, answer)
+        self._contents: dict[tuple[int, int], bytes] = {}
 
     def next_token(self, length: int) -> int:
         """What a model says after so many tokens; whatever its weights, to keep this simple."""
-        return _token(self._digests[length])
+        return self.tokens[length] if length < len(self.tokens) else 0
 
-    def kv(self, group: int, start: int, end: int, weights: int) -> bytes:
+    def content(self, group: int, start: int, end: int, weights: int) -> bytes:
         """KV of tokens in a group."""
-        if (group, weights) not in self._streams:
+        if (group, weights) not in self._contents:
             name = b"%d %d" % (group, weights)
-            self._streams[group, weights] = b"".join(
-                hashlib.sha256(name + digest).digest()[:TOKEN] for digest in self._digests[1:]
+            self._contents[group, weights] = b"".join(
+                hashlib.sha256(name + digest).digest()[:TOKEN] for digest in self.digests[1:]
             )
-        return self._streams[group, weights][start * TOKEN : end * TOKEN]
+        return self._contents[group, weights][start * TOKEN : end * TOKEN]
 
     def state(self, group: int, length: int, weights: int) -> bytes:
         """The state of a group after so many tokens."""
@@ -132,17 +111,13 @@ class Text:
         if position < 0:
             return bytes(ROW)
         name = b"row %d %d" % (group, weights)
-        return hashlib.sha256(name + self._digests[position + 1]).digest()[:ROW]
+        return hashlib.sha256(name + self.digests[position + 1]).digest()[:ROW]
 
     def rest(self, group: int, length: int, weights: int) -> bytes:
         """The part of a state that all tokens have."""
         name = b"state %d %d" % (group, weights)
-        digest = hashlib.sha256(name + self._digests[length]).digest()
+        digest = hashlib.sha256(name + self.digests[length]).digest()
         return digest[: STATE_BYTES - ROWS * ROW]
-
-
-def _token(digest: bytes) -> int:
-    return int.from_bytes(digest[:4], "little") % 900
 
 
 class World:
@@ -246,71 +221,36 @@ def make_vllm_config(
     has_kv: bool = False,
     ranks: int = 1,
     **options: Any,
-) -> VllmConfig:
+) -> Any:
     """What vLLM's scheduler and the connector read of a ``VllmConfig``.
 
     The drafter's KV counts if it `has_kv`.
     """
-    config: Any = object.__new__(VllmConfig)
-    for one in fields(VllmConfig):
-        if one.name not in ("model_config", "scheduler_config", "cache_config", "device_config"):
-            object.__setattr__(config, one.name, _default_of(one))
-    asynchronous = bool(options.pop("asynchronous", False))
-    config.model_config = model_config(
+    model = model_config(
         is_mm_prefix_lm=bool(options.pop("whole_items", False)),
-        is_multimodal_model=False,
-        multimodal_config=None,
-        uses_mrope=False,
-        runner_type="generate",
-        supports_multimodal_inputs=False,
-        return_sampling_mask=False,
         get_total_num_kv_heads=lambda: 1,
         model="scheduled",
         max_model_len=16384,
     )
-    if drafts := options.pop("drafts", 0):
-        config.speculative_config = _drafts(drafts, config.model_config if has_kv else None)
-    config.parallel_config.data_parallel_size = int(options.pop("data_parallel", 1))
-    config.parallel_config.tensor_parallel_size = config.parallel_config.world_size = ranks
-    config.scheduler_config = SchedulerConfig(
-        max_model_len=16384,
-        is_encoder_decoder=False,
-        max_num_batched_tokens=budget,
-        max_num_seqs=seqs,
-        enable_chunked_prefill=True,
-        async_scheduling=asynchronous,
-        disable_hybrid_kv_cache_manager=False,
-        watermark=0.0,
-    )
-    config.cache_config = CacheConfig(
+    drafts, data_parallel = options.pop("drafts", 0), int(options.pop("data_parallel", 1))
+    config = scheduler_config(
+        model,
         block_size=min(spec.block_size for spec in specs if spec.prefix_cacheable),
-        enable_prefix_caching=options.pop("prefix_caching", True),
-        mamba_cache_mode="align",
+        blocks=blocks,
+        budget=budget,
+        requests=seqs,
+        asynchronous=bool(options.pop("asynchronous", False)),
+        prefix_caching=options.pop("prefix_caching", True),
+        second_runner=False,
+        kv_transfer_config=transfer_config(
+            str(root), str(options.pop("role", "kv_both")), **{"admission": "auto"} | options
+        ),
     )
-    config.cache_config.num_gpu_blocks = blocks
-    config.device_config = SimpleNamespace(device_type="cpu")
-    config.kv_transfer_config = KVTransferConfig(
-        kv_connector="SharedStorageConnector",
-        kv_connector_module_path="kvshelf.vllm.connector",
-        kv_role=str(options.pop("role", "kv_both")),
-        kv_load_failure_policy="recompute",
-        kv_connector_extra_config={
-            "shared_storage_path": None if "server" in options else str(root),
-            "weights": "name:test",
-            "admission": "auto",
-            **constants.taken(options),
-        },
-    )
-    return config  # type: ignore[no-any-return]
-
-
-def _default_of(one: Any) -> Any:
-    """The default of a field of a pydantic dataclass."""
-    # Set by pydantic, if the field has constraints.
-    made = one.default if isinstance(one.default, FieldInfo) else one
-    if callable(made.default_factory):
-        return made.default_factory()
-    return made.default
+    if drafts:
+        config.speculative_config = _drafts(drafts, model if has_kv else None)
+    config.parallel_config.data_parallel_size = data_parallel
+    config.parallel_config.tensor_parallel_size = config.parallel_config.world_size = ranks
+    return config
 
 
 def _drafts(count: int, model: Any) -> SimpleNamespace:
@@ -331,15 +271,7 @@ def _drafts(count: int, model: Any) -> SimpleNamespace:
     )
 
 
-#: Stands for vLLM's manager of structured outputs, of which there are none.
-_UNSTRUCTURED: Any = SimpleNamespace(
-    should_advance=lambda request: False,
-    accept_tokens=lambda request, tokens: True,
-    validate_tokens=lambda request, tokens: tokens,
-)
-
-
-class ScheduledEngine:
+class ScheduledEngine(ScheduledRequests):
     """One engine, of which all ranks do the same.
 
     Parameters
@@ -363,6 +295,8 @@ class ScheduledEngine:
         for so many drafts of each step; `retention` is vLLM's ``prefix_cache_retention_interval``.
     """
 
+    text = Text
+
     def __init__(
         self,
         world: World,
@@ -382,7 +316,6 @@ class ScheduledEngine:
             self.specs.append(drafter)
         specs = self.specs
         self.has_kv = drafter is not None
-        self.asynchronous = bool(options.get("asynchronous"))
         #: Lookups remember what a node server did not have, so stores are reported.
         self.drafts = int(options.get("drafts", 0))
         if self.drafts:
@@ -405,11 +338,7 @@ class ScheduledEngine:
         )
         # As the engine core: of layers that differ, the scheduler sees one.
         caches = generate_scheduler_kv_cache_config([cache_config(self.specs, blocks)])
-        size, hash_size = resolve_kv_cache_block_sizes(caches, config)
-        caches.hash_block_size = hash_size
-        caches.cache_hit_alignment_tokens = resolve_cache_hit_alignment_tokens(
-            caches, config, size, hash_size
-        )
+        resolve_sizes(config, caches)
         caches.prefix_cache_retention_interval = retention
         if self.drafts:
             for group in caches.kv_cache_groups:
@@ -420,17 +349,7 @@ class ScheduledEngine:
             own = caches.kv_cache_groups[:-1]
             self.groups.narrow(name for group in own for name in group.layer_names)
         object.__setattr__(config, "make_namespace", self._make_namespace)
-        init_none_hash(sha256)
-        self._hasher = get_request_block_hasher(hash_size, sha256)
-        kind: Any = AsyncScheduler if self.asynchronous else Scheduler
-        self.scheduler = kind(
-            vllm_config=config,
-            kv_cache_config=caches,
-            structured_output_manager=_UNSTRUCTURED,
-            block_size=size,
-            hash_block_size=hash_size,
-        )
-        self.connector: Any = self.scheduler.connector
+        super().__init__(config, caches)
         self.ranks = range(ranks)
         #: Where the rest of a state begins in its block.
         self.rows_bytes = (ROWS + self.drafts) * ROW
@@ -439,7 +358,6 @@ class ScheduledEngine:
         )
         self.memory = bytearray(blocks * self.page)
         self.random = random.Random(seed)
-        self.texts: dict[str, Text] = {}
         self.state_columns: dict[str, int] = {}
         #: By request, tokens that the last step has added, how many it has in all, and its drafts.
         self.accepted: dict[str, int] = {}
@@ -452,7 +370,6 @@ class ScheduledEngine:
         self._released: set[str] = set()
         self._orders = Inbox([self._take_orders])
         self._facts = Outbox(Facts)
-        self.results: deque[tuple[Any, ModelRunnerOutput]] = deque()
         self._told = self._told_of_drafts = False
         #: Requests of which a load brought no KV of the drafter, from which token on.
         self.without_drafts: list[tuple[str, int]] = []
@@ -470,20 +387,6 @@ class ScheduledEngine:
         #: What was loaded and stored, and what a test may look at.
         self.loads: list[LoadOp] = []
         self.stored: list[tuple[Kind, int]] = []
-        self.metas: list[StepMetadata] = []
-        self.answers: dict[str, list[int]] = {}
-        #: What the scheduler side has counted, also what vLLM has taken since.
-        self.counted: Counter[str] = Counter()
-        counters = self.connector._counters
-        count = counters.add
-
-        def add(name: str, amount: float = 1) -> None:
-            self.counted[name] += amount
-            count(name, amount)
-
-        counters.add = add
-        #: The connector's params of requests that ended.
-        self.params: dict[str, Any] = {}
         self.preempted: set[str] = set()
         #: Tokens that each request has had computed.
         self.computed: Counter[str] = Counter()
@@ -495,7 +398,7 @@ class ScheduledEngine:
         assert self.connector.namespace is not None
         if self.has_kv:
             self.step()
-            assert rig.namespace_of_drafts(self.connector._scheduler) is not None
+            assert sides.namespace_of_drafts(self.connector._scheduler) is not None
 
     def _make_namespace(self, chunk_size: int, weights: str) -> Namespace:
         namespace = namespace_of(self.groups, chunk_size, weights)
@@ -513,37 +416,14 @@ class ScheduledEngine:
 
     # What users do
 
-    def add(
-        self,
-        name: str,
-        prompt: Sequence[int],
-        answer: int = 2,
-        *,
-        transfer: object = None,
-        skips: bool = False,
-        **options: Any,
-    ) -> None:
-        """Add a request; `transfer` is its kv_transfer_params, `options` are vLLM's.
-
-        With `skips` it does not read vLLM's prefix cache.
-        """
-        text = self.texts[name] = Text(prompt, answer)
-        self._name_chunks(text)
-        extra = None if transfer is None else {"kv_transfer_params": transfer}
-        params = SamplingParams(
-            max_tokens=answer,
-            temperature=0.0,
-            ignore_eos=True,
-            extra_args=extra,
-            skip_reading_prefix_cache=skips,
-        )
-        self.scheduler.add_request(
-            Request(name, list(prompt), params, None, block_hasher=self._hasher, **options)
-        )
+    def add(self, name: str, prompt: Sequence[int], answer: int = 2, **options: Any) -> None:
+        """Add a request, see :class:`ScheduledRequests`."""
+        super().add(name, prompt, answer, **options)
+        self._name_chunks(self.texts[name])
 
     def wait_for_lookup(self, name: str) -> None:
         """Wait until the lookup of a request is done."""
-        lookup = rig.lookup_of(self.connector._scheduler, name)
+        lookup = sides.lookup_of(self.connector._scheduler, name)
         assert lookup is not None and lookup.wait(PATIENCE)
 
     def change_weights(self) -> None:
@@ -552,9 +432,6 @@ class ScheduledEngine:
         self._settled = False
         self._changed = True
         self._stale = True
-
-    def abort(self, name: str) -> None:
-        self.scheduler.finish_requests([name], RequestStatus.FINISHED_ABORTED)
 
     def reset(self, *, connector: bool = True) -> None:
         """Forget vLLM's cached prefixes, of running requests too, and what the connector knows."""
@@ -566,7 +443,7 @@ class ScheduledEngine:
     def settle(self) -> None:
         """Step until the weights were compared, so that there are hits again."""
         for _ in while_patient():
-            if not rig.compares_weights(self.connector._scheduler) and self._settled:
+            if not sides.compares_weights(self.connector._scheduler) and self._settled:
                 return
             self.step()
         raise AssertionError("the weights are not compared")
@@ -581,39 +458,10 @@ class ScheduledEngine:
         loads = self.loads[before:]
         return [sum(op.end - op.start for op in loads if op.request_id == name) for name in names]
 
-    def chunks_of(self, tokens: Sequence[int]) -> list[Chunk]:
-        """The chunks of a prompt."""
-        return KeyChain(self.fmt.namespace.digest, self.chunk_size).extend(tokens)
-
-    def tail_of(self, tokens: Sequence[int]) -> Chunk | None:
-        """The tail of a prompt."""
-        chain = KeyChain(self.fmt.namespace.digest, self.chunk_size)
-        chain.extend(tokens)
-        return chain.tail()
-
-    def finish(self) -> None:
-        """Step until all requests are done, and compare their answers."""
-        for _ in while_patient():
-            if not self.scheduler.has_requests() and not self.results:
-                break
-            self.step()
-        else:
-            raise AssertionError("requests do not end")
-        for name, tokens in self.answers.items():
-            text = self.texts[name]
-            assert tokens == text.tokens[text.prompt :][: len(tokens)]
-
     def end(self) -> None:
         """Abort what is left, and step until every block has been given back."""
         self.holds_loads = False
-        for name in list(self.scheduler.requests):
-            self.abort(name)
-        for _ in while_patient():
-            if not self.scheduler.requests and not self.results:
-                break
-            self.step()
-        pool = self.scheduler.kv_cache_manager.block_pool
-        assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1, "blocks are not given back"
+        super().end()
 
     def close(self) -> None:
         self.connector.shutdown()
@@ -689,8 +537,7 @@ class ScheduledEngine:
             )
         )
         while len(self.results) > (self.asynchronous and output.total_num_scheduled_tokens > 0):
-            done, answer = self.results.popleft()
-            finished = self.scheduler.update_from_output(done, answer)
+            answer = self.take_result()
             if self.drafts and not self.asynchronous:
                 self.scheduler.update_draft_token_ids(
                     DraftTokenIds(
@@ -698,11 +545,6 @@ class ScheduledEngine:
                         [self.proposed[name] for name in answer.req_ids if name in self.proposed],
                     )
                 )
-            for group in finished.values():
-                for one in group.outputs:
-                    self.answers.setdefault(one.request_id, []).extend(one.new_token_ids)
-                    if one.finish_reason is not None:
-                        self.params[one.request_id] = one.kv_transfer_params
         self._check_sums()
         return meta
 
@@ -775,7 +617,7 @@ class ScheduledEngine:
                 drafts = self.proposed[name][: len(drafts)]
             end = start + count
             running = end - len(drafts)
-            says = running >= self._known(name)
+            says = running >= self.known(name)
             right = 0
             while right < len(drafts) and text.tokens[running + right :][:1] == [drafts[right]]:
                 right += 1
@@ -794,7 +636,7 @@ class ScheduledEngine:
                 if group.index in self.groups.scratch:
                     size = group.block_size
                     for token in range(max(start, end - size), end):
-                        content = text.kv(group.index, token, token + 1, self.weights)
+                        content = text.content(group.index, token, token + 1, self.weights)
                         if token >= last or wrong:
                             content = self.random.randbytes(TOKEN)
                         self._scatter(table, size, token % size, content)
@@ -804,26 +646,15 @@ class ScheduledEngine:
                 elif group.kind == STATE:
                     self._write_states(text, group, table, (running, end), last, wrong)
                 else:
-                    content = text.kv(group.index, start, last, self.weights)
+                    content = text.content(group.index, start, last, self.weights)
                     content = bytes(len(content)) if wrong else content
                     content += self.random.randbytes((end - last) * TOKEN)
                     self._scatter(table, group.block_size, start, content)
             judged.append((name, tables[name], running, added))
             tokens = range(running, running + added) if says else ()
-            sampled.append([self._next_token(text, length) for length in tokens])
+            sampled.append([text.next_token(length) for length in tokens])
             self._propose(name, text, running + added, says=says)
         return sampled, lambda: [self._judge(*one) for one in judged] and None
-
-    def _known(self, name: str) -> int:
-        """Tokens of a request, with those that the scheduler has not been told of."""
-        known: int = self.scheduler.requests[name].num_tokens
-        for _, answer in self.results:
-            if name in answer.req_id_to_index:
-                known += len(answer.sampled_token_ids[answer.req_id_to_index[name]])
-        return known
-
-    def _next_token(self, text: Text, length: int) -> int:
-        return text.next_token(length) if length <= len(text.tokens) else 0
 
     def _propose(self, name: str, text: Text, known: int, *, says: bool) -> None:
         """Guess the next tokens, some of them wrong."""
@@ -877,9 +708,9 @@ class ScheduledEngine:
         self, text: Text, group: CacheGroup, table: list[int], start: int, last: int
     ) -> None:
         """Write the drafter's KV of some tokens."""
-        content = text.kv(group.index, start, last, self.weights)
+        content = text.content(group.index, start, last, self.weights)
         found = self._gather(table, group.block_size, 0, start)
-        if found != text.kv(group.index, 0, start, self.weights):
+        if found != text.content(group.index, 0, start, self.weights):
             content = self.random.randbytes(len(content))
         self._scatter(table, group.block_size, start, content)
 
@@ -906,13 +737,13 @@ class ScheduledEngine:
             tokens = range(start - start % COMPRESSED, start)
             return all(
                 self._read(table[0], token % group.block_size * TOKEN, TOKEN)
-                == text.kv(index, token, token + 1, self.weights)
+                == text.content(index, token, token + 1, self.weights)
                 for token in tokens
             )
         if group.kind != STATE:
             first = self._first_read(group, start)
             found = self._gather(table, group.block_size, first, start)
-            return found == text.kv(index, first, start, self.weights)
+            return found == text.content(index, first, start, self.weights)
         if not start:
             return True
         ahead = self.accepted.get(name, 1) - 1
@@ -968,7 +799,7 @@ class ScheduledEngine:
             else:
                 begin = index * size % group.block_size
                 content += self._gather(blocks, group.block_size, begin, begin + op.chunk.tokens)
-                right += text.kv(group.index, index * size, end, weights)
+                right += text.content(group.index, index * size, end, weights)
         assert content == right, f"{op.kind} of chunk {index} is stored wrongly"
         self.stored.append((op.kind, index))
         key = kind_key(op.chunk.key, op.kind)
@@ -984,7 +815,7 @@ class ScheduledEngine:
         begin, end = first % group.block_size, first + self.chunk_size
         blocks, text = op.block_ids[group.index], self.texts[op.owner[0]]
         content = self._gather(blocks, group.block_size, begin, begin + self.chunk_size)
-        assert content == text.kv(group.index, first, end, self.weights)
+        assert content == text.content(group.index, first, end, self.weights)
         self.world.drafts[op.chunk.key] = content
         self.stored_drafts.append(op.chunk.index)
 

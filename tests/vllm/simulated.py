@@ -32,8 +32,6 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     pytest.importorskip("vllm")
     from vllm.config.model_arch import ModelArchitectureConfig
-    from vllm.v1.attention.backend import AttentionImpl
-    from vllm.v1.kv_cache_interface import MLAAttentionSpec, UniformTypeKVCacheSpecs
 
     from kvshelf.vllm.groups import CacheGroups
     from kvshelf.vllm.metadata import StepMetadata, WorkerMetadata
@@ -44,20 +42,27 @@ with warnings.catch_warnings():
 from kvshelf.assembly import Assembly
 from kvshelf.capacity.uses import Uses
 from kvshelf.config import Config
-from kvshelf.kv.layout import packed_positions
 from kvshelf.metrics import Counters
 from kvshelf.shelf.shelf import open_shelf
+from tests.sim import engine_caches as configs
+from tests.sim.engine_caches import (
+    HEADS,
+    LAYERS,
+    SIZE,
+    Layers,
+    PagedCaches,
+    Writing,
+    held_slots,
+    names,
+    parallel_config,
+    vllm_config,
+)
+from tests.sim.engine_sides import Request
 from tests.support import constants
 from tests.support.waiting import PATIENCE, while_patient
-from tests.vllm import configs
-from tests.vllm.configs import HEADS
-from tests.vllm.replay import Request
 
-LAYERS, SIZE = 2, 16
 #: An EAGLE drafter numbers its layers behind those of the model.
 DRAFT_LAYER = f"model.layers.{LAYERS}.attn"
-#: Layouts by which engines differ. Of "odd" nothing can be learned.
-FORMS = ("NHD", "HND", "2BNHD", "vec", "amx")
 
 
 def model_config(name: str = "simulated", **fields: Any) -> SimpleNamespace:
@@ -68,60 +73,6 @@ def model_config(name: str = "simulated", **fields: Any) -> SimpleNamespace:
         "model": f"s3://a-bucket/{name}",
     }
     return configs.model_config(**known | fields)
-
-
-class Writing(AttentionImpl):  # type: ignore[type-arg]
-    """An attention implementation that knows how to write to one kind of cache."""
-
-    sliding_window = None
-
-    def __init__(self, form: str, block_size: int, heads: int = HEADS) -> None:
-        self.form = form
-        self.block_size = block_size
-        self.heads = heads
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError
-
-    def do_kv_cache_update(
-        self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
-    ) -> None:
-        if self.form != "odd":
-            self.put(kv_cache, slot_mapping, torch.stack((key, value)))
-
-    def _places(self, cache: Tensor, slots: Tensor) -> tuple[Tensor, Any]:
-        """A view of the cache and the index of ``[tokens, kv_planes, heads, size]``."""
-        block, token = slots // self.block_size, slots % self.block_size
-        if self.form in ("vec", "amx"):
-            order = packed_positions(self.form, self.block_size, SIZE, cache.element_size())
-            assert order is not None
-            flat = cache.view(cache.shape[0], self.heads, -1)
-            inner = order.long()[:, token].movedim(0, 1).unsqueeze(2)
-            heads = torch.arange(self.heads).view(1, 1, -1, 1)
-            return flat, (block.view(-1, 1, 1, 1), heads, inner)
-        if self.form == "2BNHD":
-            return cache.permute(1, 2, 0, 3, 4), (block, token)
-        return cache.unflatten(-1, (2, SIZE)).permute(0, 2, 3, 1, 4), (block, token)
-
-    def put(self, cache: Tensor, slots: Tensor, values: Tensor) -> None:
-        """Write ``[kv_planes, tokens, heads, size]``."""
-        view, index = self._places(cache, slots)
-        view[index] = values.movedim(1, 0).to(cache.dtype)
-
-    def get(self, cache: Tensor, slots: Tensor) -> Tensor:
-        """Read ``[kv_planes, tokens, heads, size]``."""
-        view, index = self._places(cache, slots)
-        return view[index].movedim(0, 1)
-
-
-def make_cache(form: str, blocks: int, block_size: int, heads: int = HEADS) -> Tensor:
-    """A cache as it is registered, full of what was there before."""
-    shape = {
-        "NHD": (blocks, block_size, heads, 2 * SIZE),
-        "2BNHD": (2, blocks, block_size, heads, SIZE),
-    }.get(form, (blocks, heads, block_size, 2 * SIZE))
-    cache = torch.randn(shape).bfloat16()
-    return cache.transpose(1, 2) if form == "NHD" else cache
 
 
 def kv_of(tokens: Sequence[int], heads: Sequence[int] = (HEADS,) * LAYERS) -> Tensor:
@@ -168,12 +119,6 @@ def stated_heads(heads: Sequence[int]) -> ModelArchitectureConfig:
     return ModelArchitectureConfig.from_layers(layers)
 
 
-def _held(heads: int, rank: int, ranks: int) -> slice:
-    """The heads that vLLM gives a tensor-parallel rank."""
-    first = rank * heads // ranks
-    return slice(first, first + max(1, heads // ranks))
-
-
 def block_hashes(tokens: Sequence[int], block_size: int) -> list[bytes]:
     """vLLM's hashes of the blocks of a request."""
     digest = hashlib.sha256()
@@ -184,7 +129,7 @@ def block_hashes(tokens: Sequence[int], block_size: int) -> list[bytes]:
     return hashes
 
 
-class Rank:
+class Rank(PagedCaches):
     """The caches of one worker, and its side of the connector.
 
     Parameters
@@ -196,49 +141,27 @@ class Rank:
 
     def __init__(self, engine: SimulatedEngine, number: int, config: Config, blocks: int) -> None:
         copy, rank = divmod(number, engine.tensor_parallel)
-        #: The heads of each layer that this rank holds.
-        self.heads = [_held(heads, rank, engine.tensor_parallel) for heads in engine.heads]
-        counts = [held.stop - held.start for held in self.heads]
         #: Its place among the ranks that share the tokens of each block.
         self.place = (rank * engine.prefill_context + copy) % engine.decode_context
         self.engine = engine
         self.model = torch.nn.Linear(4, 4)
         self.model.requires_grad_(False).weight.fill_(number)
-        self.impls = [Writing(engine.form, engine.block_size, count) for count in counts]
-        self.caches = {
-            f"model.layers.{i}.attn": make_cache(engine.form, blocks, engine.block_size, count)
-            for i, count in enumerate(counts)
-        }
-        #: The drafter's layer, which vLLM registers with the model's.
-        self.draft_heads = _held(HEADS, rank, engine.tensor_parallel)
-        each = self.draft_heads.stop - self.draft_heads.start
-        self.draft_impl = Writing(engine.form, engine.block_size, each)
-        self.draft_caches: dict[str, Tensor] = {}
-        if engine.speculative_config is not None:
-            cache = make_cache(engine.form, blocks, engine.block_size, each)
-            self.draft_caches[DRAFT_LAYER] = cache
-        impls = [*self.impls, self.draft_impl]
-        self.layers = {
-            name: SimpleNamespace(
-                impl=impl,
-                kv_cache=cache,
-                num_kv_heads=impl.heads,
-                head_size=SIZE,
-                head_size_v=SIZE,
-                kv_sharing_target_layer_name=None,
-                kv_cache_dtype="auto",
-                attn_backend=SimpleNamespace(forward_includes_kv_cache_update=False),
-                _k_scale_float=1.0,
-                _v_scale_float=1.0,
-                is_draft_layer=name == DRAFT_LAYER,
-            )
-            for (name, cache), impl in zip(self.all_caches.items(), impls, strict=False)
-        }
-        self.vllm_config = configs.vllm_config(
+        drafts = () if engine.speculative_config is None else (DRAFT_LAYER,)
+        group = Layers(
+            "latent" if engine.latent else "full",
+            names("attn", len(engine.heads)),
+            engine.block_size,
+            engine.heads,
+            drafts,
+        )
+        super().__init__(
+            [group], blocks, engine.form, rank=rank, ranks=engine.tensor_parallel, seed=number
+        )
+        self.vllm_config = vllm_config(
             self.layers,
             block_size=engine.block_size,
             blocks=blocks,
-            parallel_config=configs.parallel_config(
+            parallel_config=parallel_config(
                 world_size=engine.tensor_parallel * engine.prefill_context,
                 tensor_parallel_size=engine.tensor_parallel,
                 prefill_context_parallel_size=engine.prefill_context,
@@ -253,45 +176,32 @@ class Rank:
             scheduler_config=SimpleNamespace(max_num_batched_tokens=4096),
             speculative_config=engine.speculative_config,
         )
-        groups = engine.latent_groups(blocks) if engine.latent else None
         self.worker = WorkerSide(
-            WorkerEngine(self.vllm_config, config, groups, number),
+            WorkerEngine(self.vllm_config, config, self.config if engine.latent else None, number),
             Assembly(config, Counters(), lambda: engine.shelf),
             others_fill=engine.others_fill,
         )
-        self.worker.register(self.all_caches)
-
-    @property
-    def all_caches(self) -> dict[str, Tensor]:
-        """The caches of the model and of its drafter, as they are registered."""
-        return self.caches | self.draft_caches
+        self.worker.register(self.caches)
 
     def get_model(self) -> torch.nn.Module:
         """As vLLM's model runners have it."""
         return self.model
 
-    def slot(self, block_ids: Sequence[int], position: int) -> int:
-        """The slot of a token, −1 if another rank holds it."""
-        size, ranks, run = (
-            self.engine.block_size,
-            self.engine.decode_context,
-            self.engine.interleave,
-        )
-        block, inside = divmod(position, size * ranks)
-        if ranks > 1:
-            turn, token = divmod(inside, run)
-            if turn % ranks != self.place:
-                return -1
-            inside = turn // ranks * run + token
-        return block_ids[block] * size + inside
+    def model_layers(self) -> Iterator[tuple[Writing, Tensor, slice]]:
+        """The implementation, cache and heads of each layer of the model."""
+        for name in self.groups[0].names:
+            yield self.layers[name].impl, self.caches[name], self.heads[name]
+
+    def draft_layers(self) -> Iterator[tuple[Writing, Tensor, slice]]:
+        """The implementation, cache and heads of each layer of the drafter."""
+        for name in self.groups[0].drafts:
+            yield self.layers[name].impl, self.caches[name], self.heads[name]
 
     def held(self, block_ids: Sequence[int], start: int, end: int) -> tuple[Tensor, Tensor]:
         """The tokens of ``[start, end)`` that this rank holds, from 0, and their slots."""
-        slots = torch.tensor(
-            [self.slot(block_ids, position) for position in range(start, end)], dtype=torch.int64
-        )
-        held = (slots >= 0).nonzero().flatten()
-        return held, slots[held]
+        engine = self.engine
+        shared = self.place, engine.decode_context, engine.interleave
+        return held_slots(block_ids, start, end, engine.block_size, shared)
 
 
 class SimulatedEngine:
@@ -399,24 +309,6 @@ class SimulatedEngine:
         """Tokens in a block of the cache manager."""
         return self.block_size * self.decode_context
 
-    def latent_groups(self, blocks: int) -> Any:
-        """vLLM's configuration of the caches of a model with MLA, of which some are larger."""
-        specs = {
-            f"model.layers.{i}.attn": MLAAttentionSpec(
-                block_size=self.block_size,
-                num_kv_heads=1,
-                head_size=SIZE * (i + 1),
-                dtype=torch.uint8,
-                max_tp_shards=1,
-            )
-            for i in range(len(self.heads))
-        }
-        spec = UniformTypeKVCacheSpecs(block_size=self.block_size, kv_cache_specs=specs)
-        group = SimpleNamespace(layer_names=list(specs), kv_cache_spec=spec)
-        return SimpleNamespace(
-            num_blocks=blocks, kv_cache_groups=[group], prefix_cacheable_group_ids=(0,)
-        )
-
     @property
     def worker(self) -> WorkerSide:
         """The side of rank 0."""
@@ -425,7 +317,8 @@ class SimulatedEngine:
     @property
     def impl(self) -> Writing:
         """The attention of rank 0."""
-        return self.ranks[0].impls[0]
+        impl: Writing = self.ranks[0].layers["model.layers.0.attn"].impl
+        return impl
 
     @property
     def layers(self) -> dict[str, Any]:
@@ -437,15 +330,9 @@ class SimulatedEngine:
         """The caches of rank 0."""
         return self.ranks[0].caches
 
-    @caches.setter
-    def caches(self, caches: dict[str, Tensor]) -> None:
-        self.ranks[0].caches = caches
-
     def bind(self, caches: dict[str, Tensor]) -> None:
         """Give the layers other memory, as after sleep."""
-        self.caches = caches
-        for name, cache in caches.items():
-            self.layers[name].kv_cache = cache
+        self.ranks[0].bind(caches)
 
     def close(self) -> None:
         """Stop all threads."""
@@ -543,10 +430,10 @@ class SimulatedEngine:
         values = kv_of(tokens[:end], self.heads)[:, :, start:]
         for rank in self.ranks:
             held, slots = rank.held(block_ids, start, end)
-            for layer, cache in enumerate(rank.caches.values()):
-                rank.impls[layer].put(cache, slots, values[layer][:, held, rank.heads[layer]])
-            for cache in rank.draft_caches.values():
-                rank.draft_impl.put(cache, slots, -values[0][:, held, rank.draft_heads])
+            for layer, (impl, cache, heads) in enumerate(rank.model_layers()):
+                impl.put(cache, slots, values[layer][:, held, heads])
+            for impl, cache, heads in rank.draft_layers():
+                impl.put(cache, slots, -values[0][:, held, heads])
 
     def get(self, block_ids: Sequence[int], start: int, end: int) -> Tensor:
         """Read tokens ``[start, end)``: ``[layers, kv_planes, tokens, heads, size]``.
@@ -558,12 +445,12 @@ class SimulatedEngine:
             found[layer, :, :, :heads] = torch.nan
         for rank in self.ranks:
             held, slots = rank.held(block_ids, start, end)
-            for layer, cache in enumerate(rank.caches.values()):
-                values = rank.impls[layer].get(cache, slots)
-                others = found[layer][:, held, rank.heads[layer]]
+            for layer, (impl, cache, heads) in enumerate(rank.model_layers()):
+                values = impl.get(cache, slots)
+                others = found[layer][:, held, heads]
                 known = ~others.isnan()
                 assert torch.equal(values[known], others[known]), "replicas differ"
-                found[layer][:, held, rank.heads[layer]] = values
+                found[layer][:, held, heads] = values
         assert not found.isnan().any(), "no rank holds a token"
         return found
 
@@ -573,8 +460,8 @@ class SimulatedEngine:
         found = torch.ones(len(tokens), dtype=torch.bool)
         for rank in self.ranks:
             held, slots = rank.held(block_ids, 0, len(tokens))
-            for cache in rank.draft_caches.values():
-                same = rank.draft_impl.get(cache, slots) == expected[:, held, rank.draft_heads]
+            for impl, cache, heads in rank.draft_layers():
+                same = impl.get(cache, slots) == expected[:, held, heads]
                 found[held] &= same.all(dim=(0, 2, 3))
         return found.tolist()
 

@@ -20,21 +20,21 @@ from kvshelf.vllm.handover import Handover
 from kvshelf.vllm.metadata import LoadOp
 from kvshelf.vllm.scheduler.requests import RequestState
 from tests.server.node import LocalServer
-from tests.sim.storage import posix
-from tests.support.clocks import Clock
-from tests.support.formats import sealed
-from tests.support.prompts import prompt
-from tests.support.waiting import until
-from tests.vllm.replay import Request
-from tests.vllm.rig import (
+from tests.sim.engine_sides import (
     CHUNK,
     PART,
-    Side,
+    LoneScheduler,
+    Request,
     give_lookups,
     lookup_of,
     set_clock,
     take_lookups,
 )
+from tests.sim.storage import posix
+from tests.support.clocks import Clock
+from tests.support.formats import sealed
+from tests.support.prompts import prompt
+from tests.support.waiting import until
 from tests.vllm.scheduled import Start
 
 #: Seconds that computing a token takes.
@@ -46,7 +46,7 @@ class Engine:
     """A scheduler side whose steps and loads take as long as a test says."""
 
     def __init__(self, root: Path, shelf: AnyShelf | None = None, **options: Any) -> None:
-        self.side = Side(root, known=False, **{"admission": "auto", **options})
+        self.side = LoneScheduler(root, known=False, **{"admission": "auto", **options})
         self.side.shelf = shelf or self.side.shelf
         self.side.report(reports={0: PART})
         self.side.report()

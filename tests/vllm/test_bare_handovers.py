@@ -17,8 +17,8 @@ from kvshelf.format.kinds import FULL, KINDS, Kind, kind_key
 from kvshelf.vllm import connector
 from kvshelf.vllm.scheduler import handovers
 from kvshelf.vllm.scheduler.bare import BareWaits, Patience
+from tests.sim import engine_sides as sides
 from tests.support.prompts import prompt
-from tests.vllm import rig
 from tests.vllm.scheduled import ScheduledEngine, Start, World
 from tests.vllm.test_handover_scheduler import (
     ASKED,
@@ -287,12 +287,12 @@ def test_what_cannot_be_loaded_is_not_waited_for(start: Start) -> None:
 
 def test_without_a_namespace_or_a_storage_no_request_waits(start: Start) -> None:
     engine = start(identity_seconds=0)
-    lookups = rig.take_lookups(side_of(engine))
+    lookups = sides.take_lookups(side_of(engine))
     assert Consumer(engine).waited() < STEPS
-    rig.give_lookups(side_of(engine), lookups)
-    rig.tell(side_of(engine), breaker_open=True)
+    sides.give_lookups(side_of(engine), lookups)
+    sides.tell(side_of(engine), breaker_open=True)
     assert Consumer(engine).waited() < STEPS
-    rig.tell(side_of(engine), breaker_open=False)
+    sides.tell(side_of(engine), breaker_open=False)
     assert counts(engine) == {}
     assert Consumer(engine).waited() >= 1
 

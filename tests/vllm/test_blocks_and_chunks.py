@@ -17,8 +17,9 @@ from kvshelf.errors import ConfigError
 from kvshelf.format.keys import KeyChain
 from kvshelf.format.names import object_name
 from kvshelf.format.namespace import Namespace
+from tests.sim.engine_caches import FORMS
 from tests.support.prompts import prompt
-from tests.vllm.simulated import FORMS, SimulatedEngine, engines_on, kv_of
+from tests.vllm.simulated import SimulatedEngine, engines_on, kv_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -46,7 +47,7 @@ def check_load(engine: SimulatedEngine, tokens: list[int], computed: int = 0) ->
     assert torch.equal(engine.get(block_ids, computed, end), expected[:, :, computed:end])
     for rank, olds in zip(engine.ranks, before, strict=True):
         _, slots = rank.held(block_ids, computed, end)
-        for impl, cache, old in zip(rank.impls, rank.caches.values(), olds, strict=True):
+        for (impl, cache, _), old in zip(rank.model_layers(), olds, strict=True):
             impl.put(cache, slots, impl.get(old, slots))
             assert torch.equal(cache, old)
     return found

@@ -18,6 +18,8 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from vllm.sampling_params import SamplingParams
+
 from kvshelf.errors import TransientStorageError
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.tiers import tiered
@@ -28,11 +30,11 @@ from kvshelf.vllm.scheduler.opening import Opening
 from kvshelf.vllm.scheduler.read_ahead import ReadAhead
 from kvshelf.vllm.worker.stores import WorkerStores
 from kvshelf.vllm.worker.weights import WorkerWeights
+from tests.sim.engine import RUNNERS, EngineModel, Request
 from tests.sim.storage import Fault, FaultyStorage, posix
 from tests.support.prompts import prompt
 from tests.support.threads import named
-from tests.support.waiting import PATIENCE, until, while_patient
-from tests.vllm.replay import RUNNERS, MiniVllm, Request, make_config, side_of
+from tests.support.waiting import until, while_patient
 
 BLOCKS, CHUNK = 48, 8
 ASKED = {"do_remote_decode": True}
@@ -55,13 +57,13 @@ def backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FaultyStorage:
 
 
 @pytest.fixture
-def start(backend: FaultyStorage) -> Iterator[Callable[..., MiniVllm]]:
+def start(backend: FaultyStorage) -> Iterator[Callable[..., EngineModel]]:
     """Start engines with staging for a few chunks; they end with the test."""
-    engines: list[MiniVllm] = []
+    engines: list[EngineModel] = []
 
-    def start(runner: str = "V1") -> MiniVllm:
-        config = make_config(backend.url, staging_bytes=10 * 8192)
-        engines.append(MiniVllm(config, blocks=BLOCKS, budget=40, runner=runner))
+    def start(runner: str = "V1") -> EngineModel:
+        options = {"blocks": BLOCKS, "budget": 40, "staging_bytes": 10 * 8192}
+        engines.append(EngineModel(backend.url, runner=runner, **options))
         return engines[-1]
 
     yield start
@@ -73,7 +75,7 @@ def start(backend: FaultyStorage) -> Iterator[Callable[..., MiniVllm]]:
 class Conversation:
     """Requests that are computed, handed over, loaded, aborted and preempted, as often as asked."""
 
-    def __init__(self, engine: MiniVllm, backend: FaultyStorage) -> None:
+    def __init__(self, engine: EngineModel, backend: FaultyStorage) -> None:
         self.engine, self.backend = engine, backend
         self.rounds = self.first_step = 0
         self.is_open = threading.Event()
@@ -92,36 +94,35 @@ class Conversation:
         tokens = prompt(40, number, shared=16)
         # Staging does not hold all of it: its blocks are held until the storage writes again.
         self.is_open.clear()
-        cold = Request(f"cold {number}", tokens, max_tokens=1, kv_transfer_params=ASKED)
-        engine.add(cold)
+        engine.add(f"cold {number}", tokens, 1, transfer=ASKED)
         for _ in range(3):
             engine.step()
         self.is_open.set()
-        engine.run()
-        assert side_of(engine).drain(PATIENCE) == 0
-        self.check_promise(engine.params[cold.request_id], tokens)
-        engine.drop_prefix_cache()
+        engine.finish()
+        engine.drain()
+        self.check_promise(engine.params[f"cold {number}"], tokens)
+        engine.forget()
         broken = f"*-{number % 5}-*"
         self.backend.add(Fault("read", broken, error=TransientStorageError("torn"), times=2))
-        engine.add(Request(f"warm {number}", tokens))
-        engine.add(Request("gone", tokens))
+        engine.add(f"warm {number}", tokens)
+        engine.add("gone", tokens)
         engine.step()
         engine.abort("gone")
-        engine.add(Request("preempted", tokens))
+        engine.add("preempted", tokens)
         engine.step()
         engine.preempt("preempted")
         # Of the same id as one that has ended; the other's blocks are used again.
-        if "gone" not in engine.states:
-            engine.add(Request("gone", tokens))
-        engine.run()
+        if "gone" not in engine.names:
+            engine.add("gone", tokens)
+        engine.finish()
 
     def check_promise(self, params: Any, tokens: list[int]) -> None:
         """What was promised is there, unless another engine is told that it is not."""
         if params is None:
             return
-        side = self.engine.scheduler._scheduler
+        side = self.engine.side
         (view,) = side.opening.views.values()
-        state = side.requests.add(Request("other", tokens))
+        state = side.requests.add(Request("other", tokens, SamplingParams(), None))
         chain = side.lookups._keys.chain(state, view.fmt.namespace.digest, b"")
         del side.requests["other"]
         chunks = chain.extend(tokens)[: params["kvshelf_tokens"] // CHUNK]
@@ -136,22 +137,22 @@ class Conversation:
     def check(self) -> None:
         """All is over, on both sides."""
         engine = self.engine
-        assert not engine.states
-        assert len(engine.free) == BLOCKS - 1
+        assert not engine.names
+        assert engine.free_blocks == BLOCKS - 1
         for _ in while_patient():
             meta = engine.step()
             idle = StepMetadata(idle=True, weights_round=meta.weights_round)
             if meta == idle and engine.reported is None:
                 break
-        scheduler, worker = engine.scheduler._scheduler, side_of(engine)
+        scheduler, worker = engine.side, engine.worker.side
         assert not scheduler.requests and not scheduler.loads.planned
         assert not worker.loads.running and not worker.stores._postponed.held
 
 
-def parts_of(engine: MiniVllm) -> list[object]:
+def parts_of(engine: EngineModel) -> list[object]:
     """What both sides consist of."""
-    scheduler: Any = engine.scheduler._scheduler
-    worker: Any = side_of(engine)
+    scheduler: Any = engine.side
+    worker: Any = engine.worker.side
     transfers = worker.model.transfers
     return [
         *(scheduler, *scheduler._parts, scheduler._hits, scheduler._steps, scheduler.opening),
@@ -163,7 +164,7 @@ def parts_of(engine: MiniVllm) -> list[object]:
     ]
 
 
-def methods_of(engine: MiniVllm) -> list[tuple[type, str]]:
+def methods_of(engine: EngineModel) -> list[tuple[type, str]]:
     """The public methods of all parts that may be called in a step."""
     return [
         (kind, name)
@@ -171,6 +172,7 @@ def methods_of(engine: MiniVllm) -> list[tuple[type, str]]:
         for name, _ in inspect.getmembers(kind, inspect.isfunction)
         if not name.startswith("_")
         and name not in NOT_IN_STEPS
+        and not isinstance(inspect.getattr_static(kind, name), staticmethod)
         # All that this does is to call the parts, each by itself.
         and (kind, name) != (SchedulerSide, "finished")
     ]
@@ -196,7 +198,7 @@ def watch(patch: pytest.MonkeyPatch, kind: type, name: str, note: Callable[[], N
     ],
 )
 def test_an_error_in_any_method_in_any_step_loses_nothing(
-    start: Callable[..., MiniVllm], backend: FaultyStorage, runner: str, most: int
+    start: Callable[..., EngineModel], backend: FaultyStorage, runner: str, most: int
 ) -> None:
     engine = start(runner)
     conversation = Conversation(engine, backend)
@@ -227,7 +229,7 @@ def test_an_error_in_any_method_in_any_step_loses_nothing(
 
 @pytest.mark.parametrize("runner", RUNNERS)
 def test_reports_that_are_lost_repeated_or_late_change_nothing(
-    start: Callable[..., MiniVllm], backend: FaultyStorage, runner: str
+    start: Callable[..., EngineModel], backend: FaultyStorage, runner: str
 ) -> None:
     engine = start(runner)
     conversation = Conversation(engine, backend)
@@ -251,19 +253,19 @@ def test_reports_that_are_lost_repeated_or_late_change_nothing(
     conversation.check()
 
 
-def fill(engine: MiniVllm) -> list[list[int]]:
+def fill(engine: EngineModel) -> list[list[int]]:
     """Put prompts on the shelf, and nothing in the engine's own cache."""
     prompts = [prompt(40, seed, shared=16) for seed in range(3)]
     for i, tokens in enumerate(prompts):
-        engine.add(Request(f"cold {i}", tokens))
-        engine.run()
-        assert side_of(engine).drain(PATIENCE) == 0
-    engine.drop_prefix_cache()
+        engine.add(f"cold {i}", tokens)
+        engine.finish()
+        engine.drain()
+    engine.forget()
     return prompts
 
 
 def test_an_error_at_the_end_keeps_nothing_open(
-    start: Callable[..., MiniVllm], monkeypatch: pytest.MonkeyPatch
+    start: Callable[..., EngineModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     others = named("kvshelf")
     engine = start()
@@ -272,8 +274,8 @@ def test_an_error_at_the_end_keeps_nothing_open(
     assert threads
     monkeypatch.setattr(WorkerStores, "drop_postponed", _fail)
     monkeypatch.setattr(Opening, "close", _fail)
-    engine.worker.shutdown()
-    engine.scheduler.shutdown()
+    engine.worker.connector.shutdown()
+    engine.connector.shutdown()
     until(lambda: not any(thread.is_alive() for thread in threads))
 
 
@@ -282,7 +284,7 @@ def test_an_error_at_the_end_keeps_nothing_open(
     [(ReadAhead, "loading", True), (WorkerStores, "released", False)],
 )
 def test_a_load_is_reported_where_a_method_fails_beside_it(
-    start: Callable[..., MiniVllm],
+    start: Callable[..., EngineModel],
     monkeypatch: pytest.MonkeyPatch,
     part: type,
     method: str,
@@ -291,10 +293,10 @@ def test_a_load_is_reported_where_a_method_fails_beside_it(
     engine = start()
     prompts = fill(engine)
     monkeypatch.setattr(part, method, _fail)
-    state = engine.states[engine.add(Request("r", prompts[0])).request_id]
-    engine.run()
-    assert state.loads == 1
-    assert state.load_failed is computed
+    engine.add("r", prompts[0])
+    engine.finish()
+    assert len(engine.loads_of("r")) == 1
+    assert ("r" in engine.failed) is computed
 
 
 def _fail(*_: object, **__: object) -> float:
@@ -302,11 +304,11 @@ def _fail(*_: object, **__: object) -> float:
 
 
 def test_what_was_finished_before_an_error_is_reported_after_it(
-    start: Callable[..., MiniVllm], monkeypatch: pytest.MonkeyPatch
+    start: Callable[..., EngineModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = start()
     prompts = fill(engine)
-    side = side_of(engine)
+    side = engine.worker.side
     add, failed = side.counters.add, []
 
     def fail_once(name: str, amount: float = 1) -> None:
@@ -316,23 +318,21 @@ def test_what_was_finished_before_an_error_is_reported_after_it(
         add(name, amount)
 
     monkeypatch.setattr(side.counters, "add", fail_once)
-    states = {
-        name: engine.states[engine.add(Request(name, prompts[i])).request_id]
-        for i, name in enumerate("abc")
-    }
-    engine.run()
+    for name, tokens in zip("abc", prompts, strict=True):
+        engine.add(name, tokens)
+    engine.finish()
     # One had to be computed, the others were loaded.
-    assert sum(state.load_failed for state in states.values()) == len(failed) == 1
-    assert all(state.loads == 1 for state in states.values())
+    assert len(engine.failed) == len(failed) == 1
+    assert all(len(engine.loads_of(name)) == 1 for name in "abc")
 
 
 @pytest.mark.parametrize("lost", ["by an error in its step", "on its way"])
 def test_why_a_worker_is_disabled_reaches_the_scheduler_when_its_first_report_is_lost(
-    start: Callable[..., MiniVllm], monkeypatch: pytest.MonkeyPatch, lost: str
+    start: Callable[..., EngineModel], monkeypatch: pytest.MonkeyPatch, lost: str
 ) -> None:
     engine = start()
     fill(engine)
-    side_of(engine).model.registration.disable("the caches are gone")
+    engine.worker.side.model.registration.disable("the caches are gone")
     with monkeypatch.context() as patch:
         if lost == "on its way":
             patch.setattr(engine, "deliver", lambda report: [])
@@ -342,14 +342,14 @@ def test_why_a_worker_is_disabled_reaches_the_scheduler_when_its_first_report_is
         engine.step()
     engine.step()
     engine.step()
-    assert engine.scheduler.disabled
+    assert engine.connector.disabled
 
 
 def test_an_error_at_the_end_of_a_request_leaves_out_no_part(
-    start: Callable[..., MiniVllm], monkeypatch: pytest.MonkeyPatch
+    start: Callable[..., EngineModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = start()
-    parts, called = engine.scheduler._scheduler._parts, []
+    parts, called = engine.side._parts, []
 
     def fail(part: object) -> None:
         called.append(part)
@@ -357,6 +357,6 @@ def test_an_error_at_the_end_of_a_request_leaves_out_no_part(
 
     for part in parts:
         monkeypatch.setattr(part, "finished", lambda state, part=part: fail(part))
-    engine.add(Request("r", prompt(40, 1)))
-    engine.run()
+    engine.add("r", prompt(40, 1))
+    engine.finish()
     assert called == list(parts)

@@ -16,16 +16,18 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.worker import block_table
 from vllm.v1.worker.gpu import block_table as block_table_of_v2
 
 from kvshelf.errors import UnsupportedError
 from kvshelf.kv.interleave import InterleavedBlocks
 from kvshelf.kv.topology import Topology
+from kvshelf.vllm.connector import SharedStorageConnector
 from kvshelf.vllm.worker import registration
+from tests.sim.engine_caches import FORMS, make_config, make_groups
 from tests.support.prompts import prompt
-from tests.vllm.replay import KVConnectorRole, SharedStorageConnector, make_config, make_groups
-from tests.vllm.simulated import FORMS, SimulatedEngine, engines_on
+from tests.vllm.simulated import SimulatedEngine, engines_on
 from tests.vllm.test_blocks_and_chunks import check_load
 
 pytestmark = pytest.mark.usefixtures("one_thread")

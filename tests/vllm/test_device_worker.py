@@ -31,19 +31,11 @@ from kvshelf.vllm import connector
 from kvshelf.vllm.connector import SharedStorageConnector
 from tests.native.emulation import emulation
 from tests.server.node import LocalServer
+from tests.sim.engine import DRAFTING, EngineModel
+from tests.sim.engine_caches import PLAIN, PagedCaches, transfer_config, vllm_config
 from tests.sim.storage import FaultyStorage, posix
 from tests.support.prompts import prompt
 from tests.support.waiting import PATIENCE, until
-from tests.vllm.replay import (
-    DRAFTING,
-    MiniVllm,
-    Request,
-    bind,
-    make_caches,
-    make_config,
-    make_groups,
-    side_of,
-)
 
 pytestmark = pytest.mark.real
 
@@ -60,12 +52,11 @@ def copier(request: pytest.FixtureRequest) -> Iterator[str]:
 @pytest.fixture
 def start(
     backend: FaultyStorage, caplog: pytest.LogCaptureFixture
-) -> Iterator[Callable[..., MiniVllm]]:
-    engines: list[MiniVllm] = []
+) -> Iterator[Callable[..., EngineModel]]:
+    engines: list[EngineModel] = []
 
-    def start(runner: str = "V2 on a device", **options: Any) -> MiniVllm:
-        config = make_config(backend.url)
-        engines.append(MiniVllm(config, runner=runner, prefix_caching=False, **options))
+    def start(runner: str = "V2 on a device", **options: Any) -> EngineModel:
+        engines.append(EngineModel(backend.url, runner=runner, prefix_caching=False, **options))
         return engines[-1]
 
     yield start
@@ -74,16 +65,16 @@ def start(
     assert "the engine goes on" not in caplog.text
 
 
-def run(engine: MiniVllm, tokens: list[int], name: str = "") -> int:
+def run(engine: EngineModel, tokens: list[int], name: str = "") -> int:
     """Run a request to its end; return the tokens that it got from the shelf."""
-    request = engine.add(Request(name or f"{engine.steps}", tokens))
-    state = engine.states[request.request_id]
-    engine.run()
-    assert side_of(engine).drain(PATIENCE) == 0
-    return state.loaded
+    name = name or f"{engine.steps}"
+    engine.add(name, tokens)
+    engine.finish()
+    engine.drain()
+    return engine.loaded(name)
 
 
-def computed(engine: MiniVllm) -> int:
+def computed(engine: EngineModel) -> int:
     """Tokens of its prompt that the request which ran last computed itself."""
     last = engine.written[-1][0]
     return max(end for name, _, end in engine.written if name == last and end <= 41) - min(
@@ -91,29 +82,25 @@ def computed(engine: MiniVllm) -> int:
     )
 
 
-def copies(engine: MiniVllm) -> int:
+def copies(engine: EngineModel) -> int:
     """What the device has done that is not the engine's own work."""
     assert engine.device is not None
     engine.device.finish()
     return sum(name != "engine" for name in engine.device.ran)
 
 
-def staged(engine: MiniVllm) -> float:
+def staged(engine: EngineModel) -> float:
     """Bytes of staging in use."""
-    side = side_of(engine)
+    side = engine.worker.side
     side.set_gauges()
     return side.counters.gauges()["staging_used_bytes"]
-
-
-def count(engine: MiniVllm, name: str) -> float:
-    return side_of(engine).counters.snapshot().get(name, 0)
 
 
 # ------------------------------------------------------------------------- memory
 
 
 def test_all_memory_is_taken_when_caches_are_registered(
-    start: Callable[..., MiniVllm], monkeypatch: pytest.MonkeyPatch
+    start: Callable[..., EngineModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     paths, pools = [], []
     make_path, make_pool = DeviceKVCache.__init__, StagingPool.__init__
@@ -139,7 +126,7 @@ def test_all_memory_is_taken_when_caches_are_registered(
 
 
 def test_threads_that_load_are_as_many_as_idle_cores_allow(
-    start: Callable[..., MiniVllm], monkeypatch: pytest.MonkeyPatch
+    start: Callable[..., EngineModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def threads(**options: Any) -> tuple[int, int]:
         before = threading.enumerate()
@@ -160,12 +147,13 @@ def test_threads_that_load_are_as_many_as_idle_cores_allow(
 
 @pytest.mark.parametrize("where", ["meta", "two devices"])
 def test_caches_elsewhere_stop_the_start(backend: FaultyStorage, where: str) -> None:
-    config = make_config(backend.url, blocks=8)
-    caches = make_caches(8, 4)
+    paged = PagedCaches(PLAIN, 8)
+    caches = dict(paged.caches)
     for name in list(caches)[where == "two devices" :]:
         caches[name] = caches[name].to("meta")
-    bind(config, caches)
-    made = SharedStorageConnector(config, KVConnectorRole.WORKER, make_groups(config))
+    paged.bind(caches)
+    config = vllm_config(paged.layers, kv_transfer_config=transfer_config(backend.url))
+    made = SharedStorageConnector(config, KVConnectorRole.WORKER, paged.config)
     with pytest.raises(UnsupportedError, match="all in host memory or all on one GPU"):
         made.register_kv_caches(caches)
     made.shutdown()
@@ -176,34 +164,34 @@ def test_caches_elsewhere_stop_the_start(backend: FaultyStorage, where: str) -> 
 
 @pytest.mark.parametrize("runner", RUNNERS)
 def test_blocks_of_an_aborted_load_are_free_only_when_the_device_has_left_them(
-    start: Callable[..., MiniVllm], runner: str
+    start: Callable[..., EngineModel], runner: str
 ) -> None:
     engine = start(runner=runner)
     run(engine, prompt(41))
     assert engine.device is not None
     streams = engine.device.streams
     with engine.device.hold():
-        engine.add(Request("r", prompt(41)))
-        until(lambda: engine.step() is not None and engine.states["r"].status == "loading")
+        engine.add("r", prompt(41))
+        until(lambda: engine.step() is not None and engine.is_loading("r"))
         # A read has enqueued its copy.
         until(lambda: any(s.entries for s in streams if s.name != "engine"))
-        before = len(engine.free)
+        before = engine.free_blocks
         engine.abort("r")
         for _ in range(20):
             engine.step()
         # What was enqueued still writes to them.
-        assert "r" in engine.states
-        assert len(engine.free) == before
-    until(lambda: engine.step() is not None and "r" not in engine.states)
-    assert len(engine.free) > before
+        assert engine.names == ["r"]
+        assert engine.free_blocks == before
+    until(lambda: engine.step() is not None and not engine.names)
+    assert engine.free_blocks > before
     engine.device.finish()
     # From now on they are others'.
-    for cache in engine.caches.values():
+    for cache in engine.worker.caches.values():
         cache.zero_()
     for _ in range(20):
         engine.step()
         engine.device.finish()
-    assert not any(cache.any() for cache in engine.caches.values())
+    assert not any(cache.any() for cache in engine.worker.caches.values())
 
 
 # ------------------------------------------------------------------------- others' loads
@@ -218,8 +206,7 @@ def _stored_beside_rdma(
     """
     monkeypatch.setattr(tiered, "open_shelf", lambda url, **_: Shelf(GuardedBackend(posix(folder))))
     connector._logs.clear()
-    config = make_config(str(folder))
-    engine = MiniVllm(config, runner=runner, prefix_caching=False, seed=seed)
+    engine = EngineModel(str(folder), runner=runner, prefix_caching=False, seed=seed)
     with closing(engine):
         device = engine.device
         assert device is not None
@@ -227,8 +214,8 @@ def _stored_beside_rdma(
         device.let_all_be_as_fast()
         with device.hold():
             # It ends in the step that computes it, so its blocks are free behind that step.
-            engine.add(Request("r", prompt(41), max_tokens=1))
-            engine.run()
+            engine.add("r", prompt(41), 1)
+            engine.finish()
             if fills == "after the step":
                 assert engine.output is not None
                 rdma.wait_event(engine.output)
@@ -237,9 +224,9 @@ def _stored_beside_rdma(
                     # Some time during the engine's work, as far as there is any.
                     for _ in range(seed % 8 * len(device.engine.entries) // 8):
                         device.do(lambda: None)
-                    for cache in engine.caches.values():
+                    for cache in engine.worker.caches.values():
                         device.do(cache[1:].fill_, 7.0)
-        assert side_of(engine).drain(PATIENCE) == 0
+        engine.drain()
         device.finish()
         # The engine's own check: others' KV is in its blocks.
         device.problems.clear()
@@ -271,11 +258,11 @@ def test_blocks_that_others_fill_past_the_stream_are_gathered_before(
 # ------------------------------------------------------------------------- sleep
 
 
-def poison(engine: MiniVllm) -> None:
+def poison(engine: EngineModel) -> None:
     """What is in the caches' memory after it was given away."""
     assert engine.device is not None
     engine.device.finish()
-    for cache in engine.caches.values():
+    for cache in engine.worker.caches.values():
         cache.view(torch.int16).random_(1, 1000)
         cache[0] = 0
 
@@ -284,7 +271,7 @@ def poison(engine: MiniVllm) -> None:
     "hooks", ["of the connector", "of the worker", "both", "of the worker, which frees only KV"]
 )
 def test_while_the_engine_sleeps_nothing_touches_the_caches(
-    start: Callable[..., MiniVllm], monkeypatch: pytest.MonkeyPatch, hooks: str
+    start: Callable[..., EngineModel], monkeypatch: pytest.MonkeyPatch, hooks: str
 ) -> None:
     class Worker:
         def sleep(self, level: int = 1) -> None: ...
@@ -295,7 +282,7 @@ def test_while_the_engine_sleeps_nothing_touches_the_caches(
 
     def fall_asleep() -> None:
         if not hooks.startswith("of the worker"):
-            engine.worker.unregister_kv_caches()
+            engine.worker.connector.unregister_kv_caches()
         if "only KV" in hooks:
             Worker().discard(("kv_cache",))
         elif hooks != "of the connector":
@@ -306,8 +293,8 @@ def test_while_the_engine_sleeps_nothing_touches_the_caches(
     assert engine.device is not None
     Worker().discard(("something else",))
     with engine.device.hold():
-        engine.add(Request("r", prompt(41)))
-        engine.run()
+        engine.add("r", prompt(41))
+        engine.finish()
         # Its chunks are on their way; their blocks may only go when they have left.
         asleep = threading.Thread(target=fall_asleep)
         asleep.start()
@@ -315,28 +302,27 @@ def test_while_the_engine_sleeps_nothing_touches_the_caches(
         assert asleep.is_alive()
     asleep.join(PATIENCE)
     assert not asleep.is_alive()
-    assert count(engine, "stored_chunks") == 5
+    assert engine.worker.counted["stored_chunks"] == 5
     poison(engine)
     before = len(engine.device.ran)
     Worker().wake_up(["weights"])
     if hooks != "of the connector":
         Worker().wake_up(["kv_cache"])
     if not hooks.startswith("of the worker"):
-        engine.worker.restore_kv_caches()
+        engine.worker.connector.restore_kv_caches()
     assert len(engine.device.ran) == before
     assert run(engine, prompt(41)) == 40
 
 
-def test_caches_that_come_back_elsewhere_are_used_there(start: Callable[..., MiniVllm]) -> None:
+def test_caches_that_come_back_elsewhere_are_used_there(start: Callable[..., EngineModel]) -> None:
     engine = start()
     run(engine, prompt(41))
-    engine.worker.unregister_kv_caches()
+    engine.worker.connector.unregister_kv_caches()
     assert engine.device is not None
     engine.device.finish()
-    old = engine.caches
-    engine.caches = {name: torch.zeros_like(cache) for name, cache in old.items()}
-    bind(engine.config, engine.caches)
-    engine.worker.restore_kv_caches()
+    old = engine.worker.caches
+    engine.worker.paged.bind({name: torch.zeros_like(cache) for name, cache in old.items()})
+    engine.worker.connector.restore_kv_caches()
     for cache in old.values():
         cache.zero_()
     assert run(engine, prompt(41)) == 40
@@ -359,10 +345,11 @@ def test_the_gpu_of_a_worker_copies_from_a_node_servers_memory(
         raise AskedError
 
     def make(role: KVConnectorRole, device: str) -> None:
-        config = make_config("", server="ipc:///nowhere/node.sock", read_only=True)
+        served = transfer_config("", server="ipc:///nowhere/node.sock", read_only=True)
+        config = vllm_config({}, kv_transfer_config=served)
         config.device_config = SimpleNamespace(device_type=device)
         with pytest.raises(AskedError):
-            SharedStorageConnector(config, role, make_groups(config))
+            SharedStorageConnector(config, role, PagedCaches(PLAIN, 8).config)
 
     monkeypatch.setattr(served, "open_served", opening)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
@@ -385,9 +372,9 @@ def test_a_node_server_takes_stores_from_the_staging_of_a_worker(
     # Whoever calls it fails.
     monkeypatch.setattr(served_backend, "copy_bytes", None)
     with LocalServer(tmp_path / "node", tmp_path / "served") as node:
-        config = make_config("", server=node.url)
-        config.device_config = SimpleNamespace(device_type="cuda")
-        engine = MiniVllm(config, runner="V2 on a device", prefix_caching=False)
+        engine = EngineModel(
+            "", runner="V2 on a device", prefix_caching=False, on="cuda", server=node.url
+        )
         assert run(engine, prompt(41)) == 0
         assert node.service.stats()["stored_objects"] == 10
         engine.close()
@@ -399,7 +386,7 @@ def test_a_node_server_takes_stores_from_the_staging_of_a_worker(
 @pytest.mark.parametrize("fault", ["event", "record", "query", "synchronize", "wait", "enqueue"])
 @pytest.mark.parametrize("runner", RUNNERS)
 def test_after_a_device_failed_the_engine_goes_on_as_with_no_cache(
-    start: Callable[..., MiniVllm],
+    start: Callable[..., EngineModel],
     backend: FaultyStorage,
     runner: str,
     fault: str,
@@ -417,7 +404,7 @@ def test_after_a_device_failed_the_engine_goes_on_as_with_no_cache(
     assert computed(engine) == 41 or fault == "query"
     run(engine, prompt(41, 1))
     assert computed(engine) == 41
-    assert engine.scheduler.disabled
+    assert engine.connector.disabled
     engine.device.faults.clear()
     # What was enqueued before it failed may still run.
     engine.device.finish()
@@ -436,7 +423,7 @@ def test_after_a_device_failed_the_engine_goes_on_as_with_no_cache(
 @pytest.mark.parametrize("fault", ["event", "record", "query", "synchronize", "wait", "enqueue"])
 @pytest.mark.parametrize("runner", RUNNERS)
 def test_an_error_that_a_device_does_not_repeat_costs_one_request(
-    start: Callable[..., MiniVllm],
+    start: Callable[..., EngineModel],
     runner: str,
     fault: str,
     copier: str,
@@ -455,27 +442,27 @@ def test_an_error_that_a_device_does_not_repeat_costs_one_request(
         assert run(engine, prompt(41, seed)) == 40
     assert run(engine, prompt(41, 3)) == 0
     until(lambda: run(engine, prompt(41, 3)) == 40)
-    assert not engine.scheduler.disabled
+    assert not engine.connector.disabled
     assert staged(engine) == 0
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
 def test_a_device_that_fails_for_good_stops_nothing_of_ours(
-    start: Callable[..., MiniVllm], caplog: pytest.LogCaptureFixture
+    start: Callable[..., EngineModel], caplog: pytest.LogCaptureFixture
 ) -> None:
     engine = start()
     run(engine, prompt(41))
     assert engine.device is not None
     engine.device.fail()
     # vLLM does not outlive this, but what it calls on its way must not hold it up.
-    meta = engine.scheduler.build_connector_meta(_nothing())
-    engine.worker.bind_connector_metadata(meta)
-    engine.worker.start_load_kv(None)
-    engine.worker.wait_for_save()
-    engine.worker.get_finished(set())
-    engine.worker.clear_connector_metadata()
-    engine.worker.shutdown()
-    engine.worker.shutdown()
+    meta = engine.connector.build_connector_meta(_nothing())
+    engine.worker.connector.bind_connector_metadata(meta)
+    engine.worker.connector.start_load_kv(None)
+    engine.worker.connector.wait_for_save()
+    engine.worker.connector.get_finished(set())
+    engine.worker.connector.clear_connector_metadata()
+    engine.worker.connector.shutdown()
+    engine.worker.connector.shutdown()
 
 
 def _nothing() -> SimpleNamespace:
@@ -492,10 +479,9 @@ def _nothing() -> SimpleNamespace:
 def test_an_engine_that_is_shut_down_waits_for_its_copies(
     backend: FaultyStorage,
 ) -> None:
-    config = make_config(backend.url)
-    engine = MiniVllm(config, runner="V2 on a device", prefix_caching=False)
+    engine = EngineModel(backend.url, runner="V2 on a device", prefix_caching=False)
     with closing(engine):
-        engine.add(Request("r", prompt(41)))
-        engine.run()
-        engine.worker.shutdown()
+        engine.add("r", prompt(41))
+        engine.finish()
+        engine.worker.connector.shutdown()
         assert len([i for i in backend.list() if i.name.endswith(".safetensors")]) == 10

@@ -36,11 +36,12 @@ from kvshelf.vllm.worker.drafter import Drafter
 from kvshelf.vllm.worker.engine import WorkerEngine
 from kvshelf.vllm.worker.parts import Part
 from kvshelf.vllm.worker.side import WorkerSide
+from tests.sim import engine_caches as configs
+from tests.sim import engine_sides as sides
+from tests.sim.engine_caches import speculation
 from tests.support.clocks import Clock
 from tests.support.prompts import prompt
 from tests.support.waiting import PATIENCE, until
-from tests.vllm import configs, rig
-from tests.vllm.replay import speculation
 from tests.vllm.simulated import DRAFT_LAYER, SimulatedEngine, block_hashes, model_config
 
 SIZE = 32
@@ -126,9 +127,8 @@ class Drafting:
         """Write KV of the drafter that belongs to no prefix."""
         for rank in self.engine.ranks:
             held, slots = rank.held(block_ids, start, end)
-            for cache in rank.draft_caches.values():
-                noise = torch.randn(2, len(held), rank.draft_impl.heads, 16)
-                rank.draft_impl.put(cache, slots, noise)
+            for impl, cache, _ in rank.draft_layers():
+                impl.put(cache, slots, torch.randn(2, len(held), impl.heads, 16))
 
     def drafts_of(self, tokens: list[int]) -> list[bool]:
         """Whether the drafter's KV of each token of the last prompt is right."""
@@ -163,7 +163,7 @@ def namespaces(shelf: Path) -> dict[str, dict[str, bytes]]:
 
 def of_drafter(engine: Drafting, shelf: Path) -> dict[str, bytes]:
     """The objects in the namespace of an engine's drafter."""
-    namespace = rig.namespace_of_drafts(engine.engine.scheduler)
+    namespace = sides.namespace_of_drafts(engine.engine.scheduler)
     assert namespace is not None
     return namespaces(shelf).get(namespace.folder, {})
 
@@ -193,7 +193,7 @@ def test_a_load_of_a_drafters_kv_ends_with_the_models(
     tokens = prompt(100)
     make().serve(tokens)
     engine, clock = make().engine, Clock(1e6)
-    model, drafts = engine.scheduler.namespace, rig.namespace_of_drafts(engine.scheduler)
+    model, drafts = engine.scheduler.namespace, sides.namespace_of_drafts(engine.scheduler)
     assert model is not None
     gate, fetch = threading.Event(), ShelfView.fetch
 
@@ -250,7 +250,7 @@ def test_after_other_weights_the_drafter_is_left_out(
     make: Callable[..., Drafting], caplog: pytest.LogCaptureFixture
 ) -> None:
     scheduler = make().engine.scheduler
-    drafts = rig.drafts_of(scheduler)
+    drafts = sides.drafts_of(scheduler)
     assert scheduler.namespace is not None
     before = scheduler.namespace.digest
     assert isinstance(drafts.chain(before, SIZE), DraftedChain)
@@ -273,7 +273,7 @@ def test_after_an_error_the_scheduler_leaves_the_drafter_out(
     tokens = prompt(100)
     make().serve(tokens)
     drafting = make()
-    drafts = rig.drafts_of(drafting.engine.scheduler)
+    drafts = sides.drafts_of(drafting.engine.scheduler)
     if where == "asked":
         monkeypatch.setattr(drafts, "_forget", _fail)
     elif where == "receive":
@@ -296,7 +296,7 @@ def test_a_worker_without_its_drafter_tells_so_when_its_first_report_is_lost(
         patch.setattr(worker, "worker_metadata", lambda: metadata() and None)
         engine.step([])
     engine.step([])
-    assert rig.drafts_of(engine.scheduler).left_out
+    assert sides.drafts_of(engine.scheduler).left_out
 
 
 @pytest.mark.parametrize("where", ["slots_to_load", "slots_to_store"])

@@ -15,6 +15,7 @@ from vllm.v1.kv_cache_interface import EncoderOnlyAttentionSpec
 from kvshelf.config import Config
 from kvshelf.errors import ConfigError, UnsupportedError
 from kvshelf.vllm.groups import CacheGroups, with_chunk_size
+from tests.sim.engine_caches import make_config, speculation
 from tests.vllm.hybrid_specs import (
     cache_config,
     full,
@@ -25,7 +26,6 @@ from tests.vllm.hybrid_specs import (
     state,
     window,
 )
-from tests.vllm.replay import make_config, speculation
 
 
 def _groups(tmp_path: Path, specs: Any, **options: Any) -> CacheGroups:

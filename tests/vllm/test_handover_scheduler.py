@@ -30,13 +30,12 @@ from kvshelf.vllm.handover import Handover, no_handover, read_handover
 from kvshelf.vllm.scheduler import SchedulerSide, handovers, hits
 from kvshelf.vllm.scheduler.promise import Promise
 from kvshelf.vllm.scheduler.requests import Awaited
+from tests.sim import engine_sides as sides
+from tests.sim.engine_sides import Request, make_connector
 from tests.support.clocks import Clock
 from tests.support.prompts import prompt
 from tests.support.waiting import until
-from tests.vllm import rig
 from tests.vllm.hybrid_specs import full, models
-from tests.vllm.replay import Request
-from tests.vllm.rig import make_connector
 from tests.vllm.scheduled import ScheduledEngine, Start, Text, World, make_namespace
 
 HYBRID = models()
@@ -89,7 +88,7 @@ class Promised:
         """Put pieces on the shelf, as a producer does."""
         for chunk in self.pieces[first:end]:
             start = chunk.index * CHUNK
-            content = self.text.kv(0, start, start + chunk.tokens, 0)
+            content = self.text.content(0, start, start + chunk.tokens, 0)
             self.engine.world.texts.setdefault(chunk.key, (self.text, 0))
             self.engine.world.put(self.engine.fmt, chunk, FULL, content)
 
@@ -108,7 +107,7 @@ def side_of(engine: ScheduledEngine) -> SchedulerSide:
 
 def waits(engine: ScheduledEngine, name: str) -> bool:
     """Whether a request waits for its hand-over, and has nothing of the engine meanwhile."""
-    awaited = rig.awaited_of(side_of(engine), name)
+    awaited = sides.awaited_of(side_of(engine), name)
     if awaited is None or awaited.outcome is not None:
         return False
     assert not any(engine.scheduler.kv_cache_manager.get_block_ids(name))
@@ -182,11 +181,11 @@ def test_promise_of_earlier_weights_is_forgotten(start: Start) -> None:
 
 def test_while_a_rank_can_write_nothing_nothing_is_promised(start: Start) -> None:
     engine = start()
-    rig.tell(side_of(engine), writes_refused=True)
+    sides.tell(side_of(engine), writes_refused=True)
     engine.add("other", prompt(203, seed=1), answer=1, transfer=ASKED)
     engine.finish()
     assert engine.params["other"] == no_handover()
-    rig.tell(side_of(engine), writes_refused=False)
+    sides.tell(side_of(engine), writes_refused=False)
     engine.add("third", prompt(203, seed=2), answer=1, transfer=ASKED)
     engine.finish()
     assert engine.params["third"]["kvshelf_tokens"] == 203
@@ -242,7 +241,7 @@ def waiting(start: Start) -> Waiting:
     def make(**options: Any) -> tuple[ScheduledEngine, Promised, Clock]:
         params = options.pop("params", {})
         engine = start(**options)
-        clock = rig.set_clock(side_of(engine))
+        clock = sides.set_clock(side_of(engine))
         promised = Promised(engine, prompt(203))
         engine.add("r", promised.tokens, answer=1, transfer=promised.params(**params))
         step_until(engine, lambda: awaited_of(engine).wait is not None)
@@ -253,13 +252,13 @@ def waiting(start: Start) -> Waiting:
 
 
 def awaited_of(engine: ScheduledEngine, name: str = "r") -> Awaited:
-    awaited = rig.awaited_of(side_of(engine), name)
+    awaited = sides.awaited_of(side_of(engine), name)
     assert awaited is not None
     return awaited
 
 
 def assert_nothing_is_left(engine: ScheduledEngine) -> None:
-    assert not rig.waits_for_objects(side_of(engine))
+    assert not sides.waits_for_objects(side_of(engine))
 
 
 @pytest.mark.parametrize(("wanted", "expected"), [(3, 3), (1000, 30), (None, 30)])
@@ -342,10 +341,10 @@ def test_another_namespace_is_noticed_before_a_wait(
 
 def test_while_the_namespace_is_not_known_a_request_waits_within_its_deadline(start: Start) -> None:
     engine = start(identity_seconds=0, handover_wait_s=30)
-    clock = rig.set_clock(side_of(engine))
+    clock = sides.set_clock(side_of(engine))
     promised = Promised(engine, prompt(203))
     promised.publish(0)
-    lookups = rig.take_lookups(side_of(engine))
+    lookups = sides.take_lookups(side_of(engine))
     engine.add("r", promised.tokens, answer=1, transfer=promised.params())
     other = Promised(engine, prompt(203, seed=1))
     engine.add("late", other.tokens, answer=1, transfer=other.params(kvshelf_wait_s=1))
@@ -356,7 +355,7 @@ def test_while_the_namespace_is_not_known_a_request_waits_within_its_deadline(st
     engine.step()
     assert engine.computed["late"] > 0
     assert waits(engine, "r")
-    rig.give_lookups(side_of(engine), lookups)
+    sides.give_lookups(side_of(engine), lookups)
     engine.finish()
     assert counts(engine) == {"late": 1, "complete": 1}
 
@@ -477,7 +476,7 @@ def test_a_load_that_fails_ends_no_wait_that_goes_on(
     engine = start(model, handover_wait_s=5)
     engine.add("r", tokens, answer=1, transfer=handover.params())
     step_until(engine, lambda: awaited_of(engine).wait is not None)
-    rig.tell(side_of(engine), failures=[(last.key, False)])
+    sides.tell(side_of(engine), failures=[(last.key, False)])
     engine.step()
     assert waits(engine, "r")
     world.put(producer.fmt, last, FULL, content)
@@ -537,7 +536,7 @@ class Other(KVConnectorBase_V1):
             (table,) = blocks.get_block_ids()
             size = self.engine.groups.alignment
             start = self.tokens - external
-            self.engine._scatter(table, size, start, text.kv(0, start, self.tokens, 0))
+            self.engine._scatter(table, size, start, text.content(0, start, self.tokens, 0))
             self.loaded += external
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
@@ -681,12 +680,12 @@ def test_no_request_waits_past_its_deadline_and_every_request_ends(
         producer = ScheduledEngine(world, MODELS[model], chunk_size=CHUNK, interval=1)
         engine = ScheduledEngine(world, MODELS[model], budget=64, **options)
         side = side_of(engine)
-        clock = rig.set_clock(side)
+        clock = sides.set_clock(side)
         ask = side.matched_tokens
 
         def matched_tokens(request: Any, computed: int) -> int | None:
             found = ask(request, computed)
-            awaited = rig.awaited_of(side, request.request_id)
+            awaited = sides.awaited_of(side, request.request_id)
             if found is None and awaited is not None:
                 assert clock.now < awaited.deadline
             return found
@@ -734,10 +733,10 @@ def test_no_request_waits_past_its_deadline_and_every_request_ends(
                     engine.scheduler.reset_prefix_cache()
                 elif event == "breaker":
                     is_open = not is_open
-                    rig.tell(side, breaker_open=is_open)
+                    sides.tell(side, breaker_open=is_open)
                 for _ in range(draw(st.integers(0, 3), "steps")):
                     engine.step()
-            rig.tell(side, breaker_open=False)
+            sides.tell(side, breaker_open=False)
 
             def over() -> bool:
                 # The time of bare hand-overs begins when vLLM first asks.
@@ -747,7 +746,7 @@ def test_no_request_waits_past_its_deadline_and_every_request_ends(
             step_until(engine, over)
             engine.finish()
             assert_nothing_is_left(engine)
-            assert not rig.remembers(side)
+            assert not sides.remembers(side)
             ended = counts(engine)
             assert ended.pop("promised", 0) == 0
             assert sum(ended.values()) <= len(prompts)

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 from kvshelf.format.kinds import FULL, STATE, WINDOW, kind_key
 from tests.server.node import LocalServer
+from tests.sim import engine_sides as sides
 from tests.support.prompts import prompt
 from tests.support.variants import variants
-from tests.vllm import rig
 from tests.vllm.hybrid_specs import full, models
 from tests.vllm.scheduled import DAMAGED, ScheduledEngine, Start, World, patch_namespaces
 from tests.vllm.test_questions import Asked
@@ -207,7 +207,7 @@ def test_answer_with_a_chunk_that_is_known_to_be_gone_is_looked_up_again(
     keys = [kind_key(gone.key, kind) for kind in engine.groups.kinds]
     for kind in engine.groups.kinds:
         world.remove(writer.fmt, gone, kind)
-    rig.tell(engine.connector._scheduler, failures=[(key, False) for key in keys[-1:]])
+    sides.tell(engine.connector._scheduler, failures=[(key, False) for key in keys[-1:]])
     asked = Asked(engine)
     engine.step()
     # No step was given to other requests meanwhile.

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,21 +17,157 @@ pytest.importorskip("vllm")
 import torch
 from torch import Tensor
 
+from kvshelf.assembly import Assembly
+from kvshelf.config import Config
 from kvshelf.errors import UnsupportedError
 from kvshelf.format.keys import Chunk, KeyChain
 from kvshelf.format.kinds import FULL, STATE, WINDOW, Kind, kind_key
 from kvshelf.format.names import object_name
 from kvshelf.format.namespace import Namespace
 from kvshelf.format.objects import ObjectFormat
+from kvshelf.metrics import Counters
 from kvshelf.shelf.shelf import Shelf
-from kvshelf.vllm.metadata import LoadOp, StepMetadata, StoreOp
+from kvshelf.vllm.metadata import LoadOp, StepMetadata, StoreOp, WorkerMetadata
+from kvshelf.vllm.namespace import build_namespace
 from kvshelf.vllm.scheduler.opening import ranks_with
+from kvshelf.vllm.worker.engine import WorkerEngine
+from kvshelf.vllm.worker.side import WorkerSide
+from tests.sim.engine_caches import (
+    MODELS,
+    Layers,
+    PagedCaches,
+    model_config,
+    names,
+    parallel_config,
+    speculation,
+    vllm_config,
+)
+from tests.sim.engine_sides import next_number
 from tests.sim.storage import Fault, FaultyStorage, posix
+from tests.support import constants
 from tests.support.waiting import PATIENCE, while_patient
-from tests.vllm.hybrid_caches import CHUNK, MODELS, HybridWorker, Layers, names
-from tests.vllm.rig import next_number
 
+CHUNK, BLOCKS = 16, 40
 Tables = tuple[list[int], ...]
+
+
+class HybridWorker(PagedCaches):
+    """One worker of a hybrid engine on a shelf.
+
+    Parameters
+    ----------
+    shelf : Shelf
+    model : str or sequence of Layers
+        One of :data:`MODELS`, or its groups.
+    ranks, rank : int
+        Tensor-parallel ranks of a stage; the worker's number over all stages.
+    stages : sequence of sequence of int, optional
+        For each pipeline stage, the groups whose layers it has.
+    native : bool
+        The attention backend permutes elements inside blocks, as CPUs do.
+    unknown : int, optional
+        The layout of this group's caches cannot be learned.
+    streams : Any
+        The streams of the device on which the caches are.
+    others_fill : bool
+        Another connector fills free blocks without waiting for the engine's stream.
+    **options
+        kvshelf's configuration.
+
+    Attributes
+    ----------
+    namespace_open : Namespace
+        The namespace that was announced to it last.
+    """
+
+    namespace_open: Namespace
+
+    def __init__(
+        self,
+        shelf: Shelf,
+        model: str | Sequence[Layers],
+        *,
+        ranks: int = 1,
+        rank: int = 0,
+        stages: Sequence[Sequence[int]] | None = None,
+        native: bool = True,
+        unknown: int | None = None,
+        streams: Any = None,
+        others_fill: bool = False,
+        seed: int = 0,
+        **options: Any,
+    ) -> None:
+        groups = MODELS[model] if isinstance(model, str) else model
+        stages = stages or [range(len(groups))]
+        super().__init__(
+            groups,
+            BLOCKS,
+            "vec" if native else "HND",
+            rank=rank % ranks,
+            ranks=ranks,
+            held=stages[rank // ranks],
+            odd=unknown,
+            seed=seed,
+        )
+        config = model_config(get_total_num_kv_heads=lambda: 4)
+        drafts = any(group.drafts or group.drafted for group in groups)
+        self.vllm_config = vllm_config(
+            self.layers,
+            block_size=8,
+            blocks=BLOCKS,
+            parallel_config=parallel_config(
+                rank=rank,
+                world_size=ranks * len(stages),
+                tensor_parallel_size=ranks,
+                pipeline_parallel_size=len(stages),
+            ),
+            model_config=config,
+            scheduler_config=SimpleNamespace(max_num_batched_tokens=64),
+            speculative_config=speculation("mtp", draft_model_config=config) if drafts else None,
+        )
+        self.options = Config(
+            shared_storage_path="/nowhere",
+            weights="name:test",
+            chunk_size=CHUNK,
+            **constants.taken({"staging_bytes": 8 << 20, **options}),
+        )
+        self.side = WorkerSide(
+            WorkerEngine(self.vllm_config, self.options, self.config, rank, lambda device: streams),
+            Assembly(self.options, Counters(), lambda: shelf),
+            others_fill=others_fill,
+        )
+        self.side.register(self.caches)
+        self.registered = self.side.model.registration.caches
+
+    def of(self, kind: Kind) -> list[int]:
+        """The numbers of the groups of a kind."""
+        return [number for number, group in enumerate(self.groups) if _kind(group) == kind]
+
+    def content(self, group: int, block: int) -> list[Tensor]:
+        """The bytes of a block in each layer of a group."""
+        return [self.caches[name][block].clone() for name in self.names[group]]
+
+    def namespace(self, *others: HybridWorker, weights: str = "user:test") -> Namespace:
+        """The namespace of an engine; `others` are the first workers of its other stages."""
+        workers = (self, *others)
+        reports = [worker.registered.report for worker in workers if worker.registered]
+        return build_namespace(self.vllm_config, self.options, reports, weights)
+
+    def step(self, meta: StepMetadata) -> tuple[set[str], set[str], WorkerMetadata | None]:
+        """One step; returns the requests whose loads are over, those to compute, and the rest."""
+        self.side.bind(meta)
+        self.side.loads.start()
+        self.side.stores.save()
+        ended = self.side.loads.take_ended()
+        assert not ended.bad_blocks
+        reported = self.side.worker_metadata()
+        self.side.clear(meta)
+        return ended.finished, ended.failed, reported
+
+
+def _kind(group: Layers) -> Kind | None:
+    kinds: Mapping[str, Kind | None] = {"full": FULL, "window": WINDOW, "local": WINDOW}
+    return kinds.get(group.kind, None if group.kind == "ring" else STATE)
 
 
 class Rig:

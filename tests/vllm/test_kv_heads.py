@@ -18,8 +18,9 @@ from hypothesis import strategies as st
 
 from kvshelf.errors import ConfigError
 from kvshelf.format.namespace import Namespace
+from tests.sim.engine_caches import FORMS
 from tests.support.prompts import prompt
-from tests.vllm.simulated import FORMS, SimulatedEngine, engines_on
+from tests.vllm.simulated import SimulatedEngine, engines_on
 from tests.vllm.test_blocks_and_chunks import check_load
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -35,7 +35,16 @@ with warnings.catch_warnings():
         model_facts,
         striding_block_hashes,
     )
-    from tests.vllm.simulated import FORMS, HEADS, LAYERS, SIZE, Writing, make_cache
+    from tests.sim.engine_caches import (
+        FORMS,
+        HEADS,
+        LAYERS,
+        SIZE,
+        Layers,
+        PagedCaches,
+        Writing,
+        names,
+    )
 
 from kvshelf import ModelFacts, PromptIdentity
 from kvshelf.errors import ConfigError, UnsupportedError
@@ -43,8 +52,8 @@ from kvshelf.kv.layout import PagedLayout, PermutedLayout
 from kvshelf.kv.topology import ShardPlan
 from kvshelf.server.client import SchedulerAdapter, WorkerAdapter
 from kvshelf.weights.configuration import published_lines
+from tests.sim.engine_caches import PUBLISHED
 from tests.support.waiting import until
-from tests.vllm.configs import PUBLISHED
 
 pytestmark = pytest.mark.real
 
@@ -434,7 +443,7 @@ def test_a_strategy_says_which_shards_a_worker_holds() -> None:
 
 def engine_config(form: str = "HND") -> tuple[SimpleNamespace, dict[str, torch.Tensor]]:
     """What is read of an engine's configuration, and its caches."""
-    caches = {f"model.layers.{i}.attn": make_cache(form, 4, BLOCK) for i in range(LAYERS)}
+    caches = PagedCaches([Layers("full", names("attn", LAYERS), BLOCK, (HEADS,))], 4, form).caches
     layers = {
         name: SimpleNamespace(
             impl=Writing(form, BLOCK),

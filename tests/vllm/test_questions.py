@@ -15,11 +15,10 @@ pytest.importorskip("vllm")
 
 from vllm.v1.request import RequestStatus
 
+from tests.sim import engine_sides as sides
+from tests.sim.engine_sides import LoneScheduler, Make, Request
 from tests.sim.storage import Fault, FaultyStorage
 from tests.support.prompts import prompt
-from tests.vllm import rig
-from tests.vllm.replay import Request
-from tests.vllm.rig import Make, Side
 from tests.vllm.scheduled import ScheduledEngine, Start
 from tests.vllm.test_handover_scheduler import loaded
 
@@ -63,13 +62,13 @@ def test_a_step_asks_for_few_requests_of_a_long_queue(start: Start) -> None:
     asked = Asked(engine)
     for number in range(4):
         engine.abort(f"runs {number}")
-        for name in rig.with_lookups(side):
+        for name in sides.with_lookups(side):
             # Whatever vLLM asks for has an old answer.
             engine.wait_for_lookup(name)
             side.requests[name].lookup.as_of -= 2
         engine.step()
         assert len(asked.take()) <= 20
-        assert len(rig.with_lookups(side)) <= 300
+        assert len(sides.with_lookups(side)) <= 300
 
 
 @pytest.mark.parametrize("cause", ["load", "lookup"])
@@ -270,10 +269,10 @@ def test_requests_that_waited_for_a_load_are_preempted_as_others(start: Start) -
 
 @pytest.fixture
 def make(tmp_path: Path) -> Iterator[Make]:
-    sides: list[Side] = []
+    sides: list[LoneScheduler] = []
 
-    def make(**options: Any) -> Side:
-        sides.append(Side(tmp_path / "shelf", **options))
+    def make(**options: Any) -> LoneScheduler:
+        sides.append(LoneScheduler(tmp_path / "shelf", **options))
         return sides[-1]
 
     yield make
@@ -281,7 +280,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
         side.close()
 
 
-def _load(side: Side, request: Request) -> None:
+def _load(side: LoneScheduler, request: Request) -> None:
     """Let a request load all of its hit."""
     assert side.ask(request) == 64
     side.load(request, 64)
@@ -311,7 +310,7 @@ def test_a_request_waits_for_a_load_that_brings_most_of_its_hit(
     side.put(tokens, salt=salt)
     _load(side, Request("first", LOADED))
     request = side.known("other", tokens, cache_salt=salt)
-    hit = (len(tokens) - 1) // rig.CHUNK * rig.CHUNK
+    hit = (len(tokens) - 1) // sides.CHUNK * sides.CHUNK
     assert side.side.matched_tokens(request, 0) == (None if waits else hit)
 
 

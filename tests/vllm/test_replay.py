@@ -1,18 +1,15 @@
-"""Whole lives of requests in a miniature vLLM, by its recorded order of calls.
+"""Adapters, roles, aborts, storages in trouble and other weights in whole engines.
 
-After every step the miniature checks that each block which counts as computed holds what
-its prefix demands, so "it ran" means "no wrong KV was loaded, and none was stored".
+:mod:`tests.vllm.test_engine_machine` draws what else may happen.
 """
 
 from __future__ import annotations
 
 import os
-import random
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,31 +18,19 @@ import torch
 
 pytest.importorskip("vllm")
 
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from kvshelf.errors import TransientStorageError
 from kvshelf.shelf.shelf import Shelf
-from kvshelf.tiers import tiered
 from kvshelf.vllm import adapters, connector
 from kvshelf.vllm.messages import Outbox
 from kvshelf.vllm.metadata import AdapterContent, Facts
 from kvshelf.weights.fingerprints import FingerprintCache
-from tests.native.emulation import emulation, library_path
-from tests.sim.storage import Fault, FaultyStorage, posix
+from tests.native.emulation import library_path
+from tests.sim.engine import RUNNERS, Adapters, EngineModel, Start, adapter, make_adapter
+from tests.sim.engine_caches import PLAIN
+from tests.sim.storage import Fault, FaultyStorage
 from tests.support.prompts import prompt
 from tests.support.waiting import PATIENCE, until
-from tests.vllm.replay import (
-    RUNNERS,
-    Adapters,
-    MiniVllm,
-    Request,
-    Start,
-    adapter,
-    make_adapter,
-    make_config,
-    side_of,
-)
 
 # Built before the tests: none in simulated time may start a compiler.
 library_path()
@@ -66,12 +51,11 @@ def nothing_contained(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
 @pytest.fixture
 def start(backend: FaultyStorage) -> Iterator[Start]:
     """Start engines on one shelf; they end with the test."""
-    engines: list[MiniVllm] = []
+    engines: list[EngineModel] = []
 
-    def start(config: dict[str, Any] | None = None, **options: Any) -> MiniVllm:
-        engine = MiniVllm(make_config(backend.url, **(config or {})), **options)
-        engines.append(engine)
-        return engine
+    def start(config: dict[str, Any] | None = None, **options: Any) -> EngineModel:
+        engines.append(EngineModel(backend.url, **(config or {}), **options))
+        return engines[-1]
 
     yield start
     backend.heal()
@@ -80,25 +64,9 @@ def start(backend: FaultyStorage) -> Iterator[Start]:
 
 
 @pytest.fixture
-def engine(start: Start) -> MiniVllm:
+def engine(start: Start) -> EngineModel:
     """An engine that keeps no blocks of requests that have ended."""
     return start(prefix_caching=False)
-
-
-def drain(engine: MiniVllm) -> None:
-    assert side_of(engine).drain(PATIENCE) == 0
-
-
-def run(engine: MiniVllm, *prompts: list[int], **options: Any) -> list[int]:
-    """Run requests to their ends; return the tokens that each got from the shelf."""
-    number = len(engine.written) + engine.steps
-    requests = [
-        engine.add(Request(f"{number}-{i}", tokens, **options)) for i, tokens in enumerate(prompts)
-    ]
-    states = [engine.states[request.request_id] for request in requests]
-    engine.run()
-    drain(engine)
-    return [state.loaded for state in states]
 
 
 def objects(backend: FaultyStorage) -> set[str]:
@@ -142,10 +110,10 @@ def hashing(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hashing]:
 def test_adapters_are_told_apart_by_content(start: Start, tmp_path: Path) -> None:
     one, two = (make_adapter(tmp_path / name, name) for name in ("one", "two"))
     copy = make_adapter(tmp_path / "copy", "one")
-    run(start(), prompt(20), lora_request=adapter(one))
-    assert run(start(), prompt(20)) == [0]
-    assert run(start(), prompt(20), lora_request=adapter(two)) == [0]
-    assert run(start(), prompt(20), lora_request=adapter(copy, number=7)) == [16]
+    start().run(prompt(20), lora_request=adapter(one))
+    assert start().run(prompt(20)) == [0]
+    assert start().run(prompt(20), lora_request=adapter(two)) == [0]
+    assert start().run(prompt(20), lora_request=adapter(copy, number=7)) == [16]
 
 
 def test_engines_that_apply_adapters_in_different_ways_share_nothing(
@@ -160,38 +128,38 @@ def test_engines_that_apply_adapters_in_different_ways_share_nothing(
         (everything | {"lora_dtype": torch.float32}, [0, 16]),
     ):
         engine = start(lora=lora, prefix_caching=False)
-        first = run(engine, prompt(20), lora_request=adapter(folder))
-        assert [*first, *run(engine, prompt(20))] == found
-        assert run(engine, prompt(20), lora_request=adapter(folder)) == [16]
+        first = engine.run(prompt(20), lora_request=adapter(folder))
+        assert [*first, *engine.run(prompt(20))] == found
+        assert engine.run(prompt(20), lora_request=adapter(folder)) == [16]
 
 
 def test_what_is_on_its_way_when_other_content_is_loaded_is_not_used(
     start: Start, backend: FaultyStorage, tmp_path: Path
 ) -> None:
     folder = make_adapter(tmp_path / "a", "before")
-    run(start(), prompt(20), lora_request=adapter(folder))
+    start().run(prompt(20), lora_request=adapter(folder))
     engine = start(prefix_caching=False)
-    engine.add(Request("r", prompt(20), lora_request=adapter(folder)))
-    state, loads = engine.states["r"], threading.Event()
+    engine.add("r", prompt(20), lora_request=adapter(folder))
+    loads = threading.Event()
     backend.add(Fault("read", wait=loads))
-    until(lambda: engine.step() is None or state.status == "loading")
+    until(lambda: engine.step() is None or engine.is_loading("r"))
     make_adapter(folder, "after, and longer")
     # As an API server does, or a request without a hit.
-    engine.adapters.use(adapter(folder))
+    engine.worker.adapters.use(adapter(folder))
     loads.set()
-    engine.run()
-    assert state.load_failed
+    engine.finish()
+    assert engine.failed == {"r"}
 
 
 def test_an_adapter_that_was_loaded_before_its_files_changed_is_not_stored(
-    engine: MiniVllm, backend: FaultyStorage, tmp_path: Path
+    engine: EngineModel, backend: FaultyStorage, tmp_path: Path
 ) -> None:
     folder = make_adapter(tmp_path / "a", "before")
     # As an API server does, ahead of all requests.
-    engine.adapters.use(adapter(folder))
+    engine.worker.adapters.use(adapter(folder))
     make_adapter(folder, "after, and longer")
     for seed in (0, 0, 1):
-        assert run(engine, prompt(20, seed), lora_request=adapter(folder)) == [0]
+        assert engine.run(prompt(20, seed), lora_request=adapter(folder)) == [0]
     assert not objects(backend)
 
 
@@ -202,17 +170,17 @@ def test_an_adapter_under_the_name_of_another_is_not_stored(
     folder = make_adapter(tmp_path / "a", "before")
     engine = start()
     early = adapter(folder, lora_name="a", load_inplace=inplace)
-    run(engine, prompt(20, shared=16), lora_request=early)
+    engine.run(prompt(20, shared=16), lora_request=early)
     make_adapter(folder, "after, and longer")
     before = objects(backend)
     late = adapter(folder, number=2, lora_name="a")
     # vLLM takes the first one's KV from its own prefix cache.
-    assert run(engine, prompt(40, 1, shared=16), lora_request=late) == [0]
+    assert engine.run(prompt(40, 1, shared=16), lora_request=late) == [0]
     assert objects(backend) == before
     # vLLM tells of a reset of that cache also where it kept it, beside requests that run.
-    engine.scheduler.reset_cache()
+    engine.connector.reset_cache()
     settle(engine)
-    assert run(engine, prompt(40, 2, shared=16), lora_request=late) == [0]
+    assert engine.run(prompt(40, 2, shared=16), lora_request=late) == [0]
     assert objects(backend) == before
 
 
@@ -226,7 +194,7 @@ def test_adapter_whose_files_change_while_vllm_reads_them_is_not_stored(
         return read(self, asked)
 
     monkeypatch.setattr(Adapters, "_load_adapter", change_and_read)
-    run(start(), prompt(20), lora_request=adapter(folder))
+    start().run(prompt(20), lora_request=adapter(folder))
     assert not objects(backend)
 
 
@@ -243,7 +211,7 @@ def test_worker_that_loaded_two_contents_of_an_adapter_agrees_with_neither(tmp_p
 
 
 def test_adapter_whose_files_change_while_they_are_hashed_is_not_stored(
-    engine: MiniVllm, backend: FaultyStorage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    engine: EngineModel, backend: FaultyStorage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, digest = make_adapter(tmp_path / "a", "before"), adapters.lora_digest
 
@@ -251,9 +219,9 @@ def test_adapter_whose_files_change_while_they_are_hashed_is_not_stored(
         make_adapter(folder, "after, and longer")
         return digest(*arguments, **options)
 
-    engine.adapters.use(adapter(folder))
+    engine.worker.adapters.use(adapter(folder))
     monkeypatch.setattr(adapters, "lora_digest", change_and_digest)
-    run(engine, prompt(20), lora_request=adapter(folder))
+    engine.run(prompt(20), lora_request=adapter(folder))
     assert not objects(backend)
 
 
@@ -262,14 +230,14 @@ def test_an_adapter_loaded_again_is_not_trusted_though_its_files_look_unchanged(
 ) -> None:
     folder, engine = make_adapter(tmp_path / "a", "before"), start()
     one, two = (adapter(folder, number=number, lora_name="a") for number in (1, 2))
-    run(engine, prompt(20), lora_request=one)
+    engine.run(prompt(20), lora_request=one)
     make_adapter(folder, "other, and longer")
-    engine.adapters.use(two)
+    engine.worker.adapters.use(two)
     make_adapter(folder, "before")
     # No chunk of it is complete, so no worker reports what it has loaded.
-    run(engine, prompt(40, 1)[:7], lora_request=two)
-    run(engine, prompt(40, 1), lora_request=one)
-    assert run(start(), prompt(40, 1), lora_request=adapter(folder)) == [0]
+    engine.run(prompt(40, 1)[:7], lora_request=two)
+    engine.run(prompt(40, 1), lora_request=one)
+    assert start().run(prompt(40, 1), lora_request=adapter(folder)) == [0]
 
 
 def test_an_adapter_counts_that_was_used_while_nothing_was_looked_up(
@@ -278,10 +246,12 @@ def test_an_adapter_counts_that_was_used_while_nothing_was_looked_up(
     folder, engine = make_adapter(tmp_path / "a", "before"), start()
     early = adapter(folder, lora_name="a")
     # Neither looked up nor stored, and in vLLM's prefix cache.
-    run(engine, prompt(20, shared=16), lora_request=early, resumable=True)
+    engine.add("early", prompt(20, shared=16), lora_request=early, resumable=True)
+    until(lambda: engine.step() is not None and engine.computed("early") >= 20)
+    engine.abort("early")
     make_adapter(folder, "after, and longer")
     late = adapter(folder, number=2, lora_name="a")
-    assert run(engine, prompt(40, 1, shared=16), lora_request=late) == [0]
+    assert engine.run(prompt(40, 1, shared=16), lora_request=late) == [0]
     assert not objects(backend)
 
 
@@ -297,15 +267,15 @@ def test_an_adapter_whose_files_cannot_be_read_in_time_delays_no_request(
     folder = make_adapter(tmp_path / "a", "a")
     engine = start({"lookup_seconds": 0.05}, prefix_caching=False)
     for _ in range(2):
-        assert run(engine, prompt(20), lora_request=adapter(folder)) == [0]
+        assert engine.run(prompt(20), lora_request=adapter(folder)) == [0]
     assert not objects(backend)
-    run(engine, prompt(20))
-    assert run(engine, prompt(20)) == [16]
+    engine.run(prompt(20))
+    assert engine.run(prompt(20)) == [16]
     plain = len(objects(backend))
     hashing.gate.set()
 
     def stored() -> bool:
-        run(engine, prompt(20), lora_request=adapter(folder))
+        engine.run(prompt(20), lora_request=adapter(folder))
         return len(objects(backend)) == 2 * plain
 
     until(stored)
@@ -334,19 +304,19 @@ def test_one_thread_reads_all_adapters_and_another_goes_on_while_files_hang(
 
 
 def test_files_of_an_adapter_are_hashed_again_only_when_they_change(
-    engine: MiniVllm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hashing: Hashing
+    engine: EngineModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hashing: Hashing
 ) -> None:
     folder = make_adapter(tmp_path / "a", "a")
     for count in (1, 2):
         # The clock may not tell these files from later ones yet.
-        run(engine, prompt(20, count), lora_request=adapter(folder))
+        engine.run(prompt(20, count), lora_request=adapter(folder))
         assert hashing.count == count
     monkeypatch.setattr(adapters, "is_settled", lambda written, now: True)
     for count in range(3, 6):
-        run(engine, prompt(20, count), lora_request=adapter(folder))
+        engine.run(prompt(20, count), lora_request=adapter(folder))
     assert hashing.count == 3
     make_adapter(folder, "after, and longer")
-    assert run(engine, prompt(20), lora_request=adapter(folder)) == [0]
+    assert engine.run(prompt(20), lora_request=adapter(folder)) == [0]
     assert hashing.count == 4
 
 
@@ -358,20 +328,20 @@ def test_an_adapter_whose_files_only_get_other_times_stays_trusted(
     for when in (1, 2):
         os.utime(folder / "adapter_model.safetensors", (when, when))
         # As after vLLM has evicted it.
-        engine.adapters.loaded.clear()
-        run(engine, prompt(20, when), lora_request=adapter(folder))
+        engine.worker.adapters.loaded.clear()
+        engine.run(prompt(20, when), lora_request=adapter(folder))
     for when in (1, 2):
-        assert run(engine, prompt(20, when), lora_request=adapter(folder)) == [16]
+        assert engine.run(prompt(20, when), lora_request=adapter(folder)) == [16]
 
 
 def test_an_adapter_without_files_is_served_without_the_shelf(
-    engine: MiniVllm, backend: FaultyStorage, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    engine: EngineModel, backend: FaultyStorage, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     for seed in range(3):
-        assert run(engine, prompt(20, seed), lora_request=adapter(tmp_path / "no")) == [0]
+        assert engine.run(prompt(20, seed), lora_request=adapter(tmp_path / "no")) == [0]
     assert not objects(backend)
     assert len([r for r in caplog.records if "cannot be read" in r.getMessage()]) == 1
-    assert run(engine, prompt(20)) == [0]
+    assert engine.run(prompt(20)) == [0]
 
 
 # ------------------------------------------------------------------------- roles
@@ -381,10 +351,10 @@ def test_an_adapter_without_files_is_served_without_the_shelf(
 def test_an_engine_that_may_not_store_loads_and_stores_nothing(
     start: Start, backend: FaultyStorage, option: dict[str, Any]
 ) -> None:
-    run(start({"role": "kv_producer"}), prompt(20))
+    start({"role": "kv_producer"}).run(prompt(20))
     before = objects(backend)
     engine = start(option)
-    assert run(engine, prompt(20), prompt(20, 1)) == [16, 0]
+    assert engine.run(prompt(20), prompt(20, 1)) == [16, 0]
     assert objects(backend) == before
 
 
@@ -396,12 +366,12 @@ def test_chunks_of_forward_pass_that_raised_are_not_stored(
     start: Start, backend: FaultyStorage, runner: str
 ) -> None:
     engine = start(runner=runner)
-    engine.add(Request("r", prompt(20)))
+    engine.add("r", prompt(20))
     engine.forward_error = RuntimeError("the model failed")
     with pytest.raises(RuntimeError, match="the model failed"):
-        engine.run()
+        engine.finish()
     engine.forward_error = None
-    drain(engine)
+    engine.drain()
     assert not objects(backend)
 
 
@@ -409,33 +379,33 @@ def test_chunks_of_forward_pass_that_raised_are_not_stored(
 def test_an_abort_while_loading_frees_the_blocks_before_the_storage_answers(
     start: Start, backend: FaultyStorage, runner: str
 ) -> None:
-    run(start(runner=runner), prompt(41))
+    start(runner=runner).run(prompt(41))
     gate = threading.Event()
     backend.add(Fault("read", wait=gate))
     engine = start(runner=runner)
-    engine.add(Request("r", prompt(41)))
-    while engine.states["r"].status != "loading":
+    engine.add("r", prompt(41))
+    while not engine.is_loading("r"):
         engine.step()
-    free = len(engine.free)
+    free = engine.free_blocks
     engine.abort("r")
     for _ in range(5):
         engine.step()
-    assert "r" not in engine.states
-    assert len(engine.free) > free
+    assert not engine.names
+    assert engine.free_blocks > free
     backend.heal()
     # Other requests compute in these blocks while the reads come to their ends.
-    engine.add(Request("s", prompt(41, 5)))
+    engine.add("s", prompt(41, 5))
     engine.step()
     gate.set()
-    engine.run()
+    engine.finish()
 
 
 # ------------------------------------------------------------------------- trouble
 
 
-def shelves(engine: MiniVllm) -> list[Shelf]:
+def shelves(engine: EngineModel) -> list[Shelf]:
     """The shelves of the two halves."""
-    found = [engine.scheduler._assembly.shelf(), engine.worker._assembly.shelf()]
+    found = [engine.connector._assembly.shelf(), engine.worker.connector._assembly.shelf()]
     return [shelf for shelf in found if shelf is not None]
 
 
@@ -448,105 +418,91 @@ def test_of_a_load_that_is_cut_the_first_chunks_are_kept_and_the_rest_is_compute
     start: Start, backend: FaultyStorage, runner: str
 ) -> None:
     stored = [prompt(41, seed) for seed in range(4)]
-    run(start(runner=runner), *stored)
+    start(runner=runner).run(*stored)
     config = {"admission": "auto", "io_threads": 1}
     engine = start(config, runner=runner, prefix_caching=False)
-    side = engine.scheduler._scheduler
-    assert side is not None
     # A token takes 0.1 s: far more than a load of one on a machine that is busy with others.
-    side.admission.clock = lambda: 0.1 * sum(end - begin for _, begin, end in engine.written)
-    assert run(engine, prompt(41, 100)) == [0]
+    engine.side.admission.clock = lambda: 0.1 * sum(end - begin for _, begin, end in engine.written)
+    assert engine.run(prompt(41, 100)) == [0]
     for tokens in stored[1:]:
-        assert run(engine, tokens) == [40]
+        assert engine.run(tokens) == [40]
     gate = threading.Semaphore(4)
     backend.add(Fault("read", "*.safetensors", wait=gate))
-    engine.add(Request("cut", stored[0]))
-    state = engine.states["cut"]
-    engine.run()
+    engine.add("cut", stored[0])
+    engine.finish()
     gate.release(1000)
-    drain(engine)
+    engine.drain()
     engine.step()
-    computed = sum(end - begin for request, begin, end in engine.written if request == "cut")
-    assert state.loads == 1
-    assert 8 < computed < 41
-    assert run(engine, stored[0]) == [40]
+    assert len(engine.loads_of("cut")) == 1
+    assert 8 < engine.computed("cut") < 41
+    assert engine.run(stored[0]) == [40]
 
 
 def test_a_breaker_opens_over_a_storage_that_fails_and_closes_when_it_answers(
-    engine: MiniVllm, backend: FaultyStorage
+    engine: EngineModel, backend: FaultyStorage
 ) -> None:
     prompts = [prompt(41, seed) for seed in range(6)]
-    run(engine, *prompts)
+    engine.run(*prompts)
     backend.add(Fault("*", error=lambda: TransientStorageError(5, "EIO")))
     for tokens in prompts:
-        assert run(engine, tokens) == [0]
+        assert engine.run(tokens) == [0]
     assert not any(shelf.available for shelf in shelves(engine)[:1])
-    side = engine.scheduler._scheduler
-    assert side is not None
-    counts = side.counters.snapshot()
-    assert counts["skipped_lookups"] >= 1
-    assert counts["breaker_opens"] == 1
+    assert engine.counted["skipped_lookups"] >= 1
+    assert engine.counted["breaker_opens"] == 1
     backend.heal()
     until(lambda: all(shelf.available for shelf in shelves(engine)))
     # In its steps the worker reports that its breaker is closed.
-    run(engine, prompt(9, 9))
-    assert run(engine, *prompts) == [40] * 6
+    engine.run(prompt(9, 9))
+    assert engine.run(*prompts) == [40] * 6
 
 
 # ------------------------------------------------------------------------- other weights
 
 
-def settle(engine: MiniVllm) -> None:
+def settle(engine: EngineModel) -> None:
     """Let a request's steps bring the workers' reports to the scheduler and back."""
-    run(engine, prompt(3, 99), max_tokens=12)
+    engine.run(prompt(3, 99), answer=12)
 
 
-def begin(engine: MiniVllm, request: Request) -> None:
-    """Add a request, and compute some of it: it waits for its lookup first."""
-    engine.add(request)
-    while request.num_computed_tokens < 24:
-        engine.step()
-
-
-def namespace(engine: MiniVllm) -> str:
-    assert engine.scheduler.namespace is not None
-    return str(engine.scheduler.namespace.record["weights"])
+def namespace(engine: EngineModel) -> str:
+    assert engine.connector.namespace is not None
+    return str(engine.connector.namespace.record["weights"])
 
 
 def test_what_is_queued_is_published_where_it_belongs(
-    engine: MiniVllm, backend: FaultyStorage
+    engine: EngineModel, backend: FaultyStorage
 ) -> None:
     settle(engine)
     gate = threading.Event()
     backend.add(Fault("write", wait=gate))
-    engine.add(Request("r", prompt(40)))
-    engine.run()
-    engine.model.load_weights(1.0)
+    engine.add("r", prompt(40))
+    engine.finish()
+    engine.load_weights(1.0)
     # The other namespace takes no stores meanwhile.
     for name, tokens in (("settle", prompt(3, 99)), ("s", prompt(40))):
-        engine.add(Request(name, tokens, max_tokens=12))
-        engine.run()
+        engine.add(name, tokens, answer=12)
+        engine.finish()
     assert namespace(engine).startswith("params:")
     gate.set()
-    drain(engine)
+    engine.drain()
     settle(engine)
-    assert run(engine, prompt(40)) == [0]
-    assert run(engine, prompt(40)) == [hit(40)]
-    engine.model.load_weights(0.0)
+    assert engine.run(prompt(40)) == [0]
+    assert engine.run(prompt(40)) == [hit(40)]
+    engine.load_weights(0.0)
     settle(engine)
-    assert run(engine, prompt(40)) == [hit(40)]
+    assert engine.run(prompt(40)) == [hit(40)]
 
 
-def test_a_version_names_the_weights(engine: MiniVllm, caplog: pytest.LogCaptureFixture) -> None:
-    run(engine, prompt(40))
+def test_a_version_names_the_weights(engine: EngineModel, caplog: pytest.LogCaptureFixture) -> None:
+    engine.run(prompt(40))
     for value, version, name in (
         (1.0, "step 1", "version:step 1"),
         (0.0, "", "user:test"),
         (1.0, "", "version:step 1"),
         (2.0, "step 1", "params:"),
     ):
-        engine.worker.weights_changed(version=version)
-        engine.model.load_weights(value)
+        engine.worker.connector.weights_changed(version=version)
+        engine.load_weights(value)
         settle(engine)
         assert namespace(engine).startswith(name)
     assert "was the name of other weights before" in caplog.text
@@ -558,18 +514,18 @@ def test_shelf_at_its_bound_loses_the_oldest_prompts_and_they_are_computed(
     def shelf_bytes() -> int:
         return sum(info.size for info in backend.list() if info.name.endswith(".safetensors"))
 
-    run(start(), prompt(40))
+    start().run(prompt(40))
     bound = 10 * shelf_bytes()
     capacity = {"capacity": {"max_bytes": f"{bound}B"}, "least_free": 0}
     engine = start(capacity, prefix_caching=False)
     # What an engine may store is known after its first look at the shelf.
     time.sleep(60)
     for number in range(1, 30):
-        assert run(engine, prompt(40, number)) == [0]
+        assert engine.run(prompt(40, number)) == [0]
         assert shelf_bytes() <= bound
         time.sleep(60)
-    assert run(engine, prompt(40, 29)) == [hit(40)]
-    assert run(engine, prompt(40, 1)) == [0]
+    assert engine.run(prompt(40, 29)) == [hit(40)]
+    assert engine.run(prompt(40, 1)) == [0]
 
 
 @pytest.mark.parametrize("damaged", range(5))
@@ -577,131 +533,14 @@ def test_damaged_chunk_is_computed_only_where_a_window_reaches_it(
     start: Start, backend: FaultyStorage, damaged: int
 ) -> None:
     """vLLM has no blocks for tokens that the window of the token behind a hit does not reach."""
-    window, tokens = 2 * CHUNK, prompt(5 * CHUNK + 3)
-    run(start({"window": window}, window=window), tokens)
+    tokens = prompt(5 * CHUNK + 3)
+    groups = [replace(PLAIN[0], kind="window", reach=2 * CHUNK)]
+    start(groups=groups).run(tokens)
     (path,) = Path(backend.url).rglob(f"*-{damaged}-0of*")
     good = path.read_bytes()
     path.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
     for _ in range(2):
         # The engine compares all that a step reads with what the model computes.
-        run(start({"window": window}, window=window), tokens)
+        start(groups=groups).run(tokens)
     # What was computed instead is stored again. A chunk that is not wanted is not even read.
     assert (path.read_bytes() == good) is (damaged >= 3)
-
-
-# ------------------------------------------------------------------------- anything
-
-
-@pytest.mark.long
-@settings(max_examples=60)
-@given(data=st.data(), runner=st.sampled_from([*RUNNERS, "V2 on a device"]), native=st.booleans())
-def test_whatever_happens_no_block_is_wrong_and_every_request_ends(
-    data: st.DataObject, runner: str, native: bool
-) -> None:
-    # Chunks of a device move by the compiled library, or by torch.
-    by_library = native and runner.endswith("on a device")
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        pytest.MonkeyPatch.context() as patch,
-        emulation().in_use() if by_library else nullcontext(),
-    ):
-        backend = FaultyStorage(posix(Path(folder) / "shelf"))
-        patch.setattr(tiered, "open_shelf", lambda url, **_: Shelf(backend))
-        _live(backend, data, runner)
-
-
-_MEMORIES = [None, 1 << 20, 20 << 10]
-
-
-def _live(backend: FaultyStorage, data: st.DataObject, runner: str) -> None:
-    options = {
-        "save_decode": data.draw(st.booleans(), "save_decode"),
-        # Native, and canonical with blocks that straddle chunks.
-        "chunk_size": data.draw(st.sampled_from([8, 6, 10, 3]), "chunk size"),
-        "layout": data.draw(st.sampled_from(["auto", "canonical"]), "layout"),
-        # The smaller one holds fewer chunks than a step completes.
-        "staging_bytes": data.draw(st.sampled_from([1 << 20, 4 * 8192]), "staging"),
-        # The smaller one evicts.
-        "memory": data.draw(st.sampled_from(_MEMORIES), "memory"),
-    }
-    engines = [
-        MiniVllm(
-            make_config(
-                backend.url, block_size=data.draw(st.sampled_from([4, 5]), "block size"), **options
-            ),
-            runner=runner,
-            blocks=data.draw(st.integers(20, 40), "blocks"),
-            budget=data.draw(st.integers(4, 40), "budget"),
-            prefix_caching=data.draw(st.booleans(), "prefix caching"),
-            seed=data.draw(st.integers(0, 99), "seed of the device"),
-            room=data.draw(st.sampled_from([0, 1000]), "room"),
-        )
-        for _ in range(2)
-    ]
-    actions = ["add", "add", "step", "step", "step", "abort", "preempt", "damage", "fault", "heal"]
-    actions += ["load weights", "write weights", "hand over", "slow"]
-    is_open = threading.Event()
-    try:
-        for number in range(data.draw(st.integers(0, 40), "actions")):
-            engine = engines[data.draw(st.integers(0, 1), "engine")]
-            action = data.draw(st.sampled_from(actions), "action")
-            seed = data.draw(st.integers(0, 5), "seed")
-            if action in ("add", "hand over"):
-                length = data.draw(st.integers(1, 40), "length")
-                tokens = prompt(40, seed, 16)[:length]
-                salt = "s" if seed == 5 else None
-                params = {"do_remote_decode": True} if action == "hand over" else None
-                longest = 1 if params else 1 + seed * 3
-                request = Request(f"r{number}", tokens, cache_salt=salt, max_tokens=longest)
-                request.kv_transfer_params = params
-                engine.add(request)
-            elif action == "step":
-                engine.step()
-            elif action in ("abort", "preempt") and engine.states:
-                getattr(engine, action)(sorted(engine.states)[seed % len(engine.states)])
-            elif action == "damage":
-                names = sorted(objects(backend))
-                if names:
-                    _damage(Path(backend.url) / names[seed * 7 % len(names)], number)
-            elif action == "fault":
-                operation = ["stat", "open", "read", "write", "folders", "info"][seed]
-                error = TransientStorageError(5, "EIO")
-                backend.add(Fault(operation, error=error, times=5))
-            elif action == "slow":
-                backend.add(Fault("write", "*.safetensors", wait=is_open, times=5))
-            elif action == "heal":
-                backend.heal()
-                is_open.set()
-            elif action == "load weights":
-                engine.model.load_weights(seed % 3)
-            elif action == "write weights":
-                # No hook sees this, but a reset comes before the next step: before or after.
-                running = data.draw(st.booleans(), "reset running") and not engine.loading
-                if seed % 2:
-                    engine.reset_prefix_cache(running=running)
-                engine.model.weight.data.fill_(seed % 3)
-                if not seed % 2:
-                    engine.reset_prefix_cache(running=running)
-        is_open.set()
-        for engine in engines:
-            engine.run()
-    finally:
-        backend.heal()
-        is_open.set()
-        for engine in engines:
-            engine.close()
-
-
-def _damage(path: Path, seed: int) -> None:
-    chance = random.Random(seed)
-    try:
-        data = bytearray(path.read_bytes())
-        if chance.random() < 0.3:
-            path.unlink()
-        elif chance.random() < 0.5:
-            path.write_bytes(data[: chance.randrange(len(data) + 1)])
-        else:
-            data[chance.randrange(len(data))] ^= 1
-            path.write_bytes(data)
-    except (OSError, ValueError):
-        pass  # a store or a repair was quicker

@@ -16,8 +16,8 @@ pytest.importorskip("vllm")
 
 from kvshelf.format.keys import KeyChain, MultimodalItem
 from kvshelf.format.kinds import FULL
+from tests.sim import engine_sides as sides
 from tests.support.prompts import prompt
-from tests.vllm import rig
 from tests.vllm.hybrid_specs import full, state, window
 from tests.vllm.scheduled import ScheduledEngine, Start, World, start_engines
 from tests.vllm.test_bare_handovers import BARE
@@ -88,7 +88,7 @@ def test_a_thousand_aborts_with_a_load_and_a_store_pending(
     engine.finish()
     assert engine.loads and engine.stored
     assert engine.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == free
-    assert not rig.remembers(side_of(engine))
+    assert not sides.remembers(side_of(engine))
 
 
 def test_a_prefix_whose_beginning_was_deleted_while_an_engine_has_it_in_memory(

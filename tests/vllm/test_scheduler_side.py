@@ -43,32 +43,26 @@ from kvshelf.vllm.metadata import (
 from kvshelf.vllm.multiprocess import model_facts
 from kvshelf.vllm.namespace import kv_scales
 from kvshelf.vllm.scheduler.hits import Hits
-from tests.sim.storage import Fault, posix
-from tests.support.prompts import prompt
-from tests.support.threads import none_can_be_started
-from tests.support.waiting import PATIENCE, until
-from tests.vllm.replay import (
-    HEAD_SIZE,
-    LAYERS,
-    Blocks,
-    Request,
-    adapter,
-    image,
-    make_adapter,
-    make_config,
-    make_groups,
-)
-from tests.vllm.rig import (
+from tests.sim.engine import adapter, make_adapter
+from tests.sim.engine_caches import LAYERS, SIZE, make_config, make_groups
+from tests.sim.engine_sides import (
     CHUNK,
     PART,
+    Blocks,
+    LoneScheduler,
     Make,
-    Side,
+    Request,
+    image,
     make_connector,
     named_chunks,
     orders_of,
     round_of,
     stored_chunks,
 )
+from tests.sim.storage import Fault, posix
+from tests.support.prompts import prompt
+from tests.support.threads import none_can_be_started
+from tests.support.waiting import PATIENCE, until
 
 #: Waiting requests whose lookups are made before vLLM polls them.
 AHEAD = 256
@@ -76,10 +70,10 @@ AHEAD = 256
 
 @pytest.fixture
 def make(tmp_path: Path) -> Iterator[Make]:
-    sides: list[Side] = []
+    sides: list[LoneScheduler] = []
 
-    def make(**options: Any) -> Side:
-        sides.append(Side(tmp_path / "shelf", **options))
+    def make(**options: Any) -> LoneScheduler:
+        sides.append(LoneScheduler(tmp_path / "shelf", **options))
         return sides[-1]
 
     yield make
@@ -88,12 +82,12 @@ def make(tmp_path: Path) -> Iterator[Make]:
 
 
 @pytest.fixture
-def side(make: Make) -> Side:
+def side(make: Make) -> LoneScheduler:
     return make()
 
 
 @pytest.fixture
-def ahead(make: Make) -> Side:
+def ahead(make: Make) -> LoneScheduler:
     """A side with a memory tier, whose workers read ahead."""
     return make(memory=1 << 20)
 
@@ -113,7 +107,7 @@ def test_what_another_connector_transfers_is_not_read_ahead(make: Make, transfer
     assert named == ([] if transferred else ["r"])
 
 
-def test_an_old_answer_counts_until_a_newer_one_is_there(side: Side) -> None:
+def test_an_old_answer_counts_until_a_newer_one_is_there(side: LoneScheduler) -> None:
     """No engine announces what it stores to others."""
     tokens = prompt(41)
     side.put(tokens, 2)
@@ -130,7 +124,7 @@ def test_an_old_answer_counts_until_a_newer_one_is_there(side: Side) -> None:
 
 
 def test_a_preempted_request_is_answered_by_what_it_had_until_it_is_looked_up_anew(
-    side: Side,
+    side: LoneScheduler,
 ) -> None:
     """While it waits, vLLM serves others."""
     tokens = prompt(41)
@@ -148,7 +142,7 @@ def test_a_preempted_request_is_answered_by_what_it_had_until_it_is_looked_up_an
     until(lambda: side.side.matched_tokens(request, 0) == 16)
 
 
-def test_of_a_long_queue_the_first_requests_have_keys(side: Side) -> None:
+def test_of_a_long_queue_the_first_requests_have_keys(side: LoneScheduler) -> None:
     requests = [Request(str(number), prompt(41, number)) for number in range(1000)]
     for request in requests:
         side.side.new_request(request)
@@ -166,7 +160,7 @@ def test_of_a_long_queue_the_first_requests_have_keys(side: Side) -> None:
     assert not side.remembers()
 
 
-def test_what_vllm_does_not_take_is_no_load(side: Side) -> None:
+def test_what_vllm_does_not_take_is_no_load(side: LoneScheduler) -> None:
     side.put(prompt(20))
     request = Request("r", prompt(20))
     assert side.ask(request) == 16
@@ -211,7 +205,7 @@ def test_what_vllm_would_not_use_is_not_offered_held_or_counted_but_stored(
 
 
 def test_a_hole_is_stored_though_it_is_long_until_it_is_computed(
-    side: Side, monkeypatch: pytest.MonkeyPatch
+    side: LoneScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     side.put(prompt(40))
     request = Request("r", prompt(40))
@@ -230,7 +224,7 @@ def test_a_hole_is_stored_though_it_is_long_until_it_is_computed(
     [(0, 16, [0, 1]), (8, 16, [1]), (20, 20, []), (24, 36, [3, 4])],
 )
 def test_answer_that_is_older_than_a_failure_ends_before_it(
-    ahead: Side, computed: int, end: int, chunks: list[int]
+    ahead: LoneScheduler, computed: int, end: int, chunks: list[int]
 ) -> None:
     tokens = prompt(40)
     ahead.put(tokens)
@@ -260,7 +254,7 @@ def test_empty_steps_behind_one_that_computes_are_no_pause(
 
 
 def test_while_the_breaker_of_a_worker_is_open_nothing_is_offered(
-    side: Side, monkeypatch: pytest.MonkeyPatch
+    side: LoneScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     side.put(prompt(40))
     side.step()
@@ -297,7 +291,7 @@ def test_a_look_up_that_hangs_is_made_again_for_the_keys(make: Make) -> None:
     gate.set()
 
 
-def test_a_request_whose_look_up_fails_is_stored(side: Side) -> None:
+def test_a_request_whose_look_up_fails_is_stored(side: LoneScheduler) -> None:
     side.faults.add(Fault("stat", error=RuntimeError("a bug")))
     assert side.ask(Request("r", prompt(40))) == 0
     assert stored_chunks(side.step({"r": (0, 40)}, new=("r",))) == [0, 1, 2, 3, 4]
@@ -306,7 +300,7 @@ def test_a_request_whose_look_up_fails_is_stored(side: Side) -> None:
 # ------------------------------------------------------------------------- stores
 
 
-def test_a_step_reads_nothing_of_requests_that_complete_no_chunk(side: Side) -> None:
+def test_a_step_reads_nothing_of_requests_that_complete_no_chunk(side: LoneScheduler) -> None:
     """Most of the requests of most steps: each costs the step's time."""
     read: list[str] = []
 
@@ -328,7 +322,7 @@ def test_a_step_reads_nothing_of_requests_that_complete_no_chunk(side: Side) -> 
     assert read == []
 
 
-def test_a_step_whose_blocks_vllm_does_not_name_stores_later(side: Side) -> None:
+def test_a_step_whose_blocks_vllm_does_not_name_stores_later(side: LoneScheduler) -> None:
     request = Request("r", prompt(20))
     side.ask(request)
     output = SimpleNamespace(
@@ -353,7 +347,7 @@ def test_a_step_whose_blocks_vllm_does_not_name_stores_later(side: Side) -> None
     ],
 )
 def test_request_whose_tokens_may_change_is_neither_loaded_nor_stored(
-    side: Side, changed: dict[str, object]
+    side: LoneScheduler, changed: dict[str, object]
 ) -> None:
     side.put(prompt(40), 3)
     assert side.ask(Request("r", prompt(40), **changed)) == 0
@@ -361,7 +355,7 @@ def test_request_whose_tokens_may_change_is_neither_loaded_nor_stored(
 
 
 def test_step_of_which_a_part_fails_brings_loads_and_stores_nothing(
-    ahead: Side, monkeypatch: pytest.MonkeyPatch
+    ahead: LoneScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for seed in (0, 1):
         ahead.put(prompt(20, seed))
@@ -381,7 +375,7 @@ def test_step_of_which_a_part_fails_brings_loads_and_stores_nothing(
 
 @pytest.mark.parametrize("later", [0, 1, 2])
 def test_blocks_of_a_promised_prompt_are_kept_while_its_stores_may_be_postponed(
-    side: Side, later: int
+    side: LoneScheduler, later: int
 ) -> None:
     request = Request("r", prompt(20), kv_transfer_params={"do_remote_decode": True})
     side.ask(request)
@@ -395,7 +389,7 @@ def test_blocks_of_a_promised_prompt_are_kept_while_its_stores_may_be_postponed(
 
 
 def test_what_to_read_ahead_that_cannot_be_planned_does_not_hold_up_loads(
-    ahead: Side, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    ahead: LoneScheduler, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ahead.put(prompt(20))
     ahead.known("gone", prompt(20))
@@ -463,7 +457,7 @@ def test_a_request_whose_tokens_vllm_has_waits_for_no_look_up(
     gate.set()
 
 
-def _hold_lookups(side: Side, *requests: Request) -> tuple[threading.Event, list[float]]:
+def _hold_lookups(side: LoneScheduler, *requests: Request) -> tuple[threading.Event, list[float]]:
     """Submit requests whose lookups wait for an event; return it, and how long steps wait."""
     gate = threading.Event()
     side.faults.add(Fault("stat", wait=gate))
@@ -482,7 +476,7 @@ def _sleep(seconds: float, waits: list[float]) -> bool:
 
 
 def test_a_worker_s_problem_ends_hits_and_stores_and_is_logged_once(
-    side: Side, caplog: pytest.LogCaptureFixture
+    side: LoneScheduler, caplog: pytest.LogCaptureFixture
 ) -> None:
     side.put(prompt(20))
     request = Request("r", prompt(30))
@@ -498,7 +492,7 @@ def test_a_worker_s_problem_ends_hits_and_stores_and_is_logged_once(
 # ------------------------------------------------------------------------- the end of requests
 
 
-def test_a_finished_request_leaves_nothing_behind(side: Side) -> None:
+def test_a_finished_request_leaves_nothing_behind(side: LoneScheduler) -> None:
     side.put(prompt(20))
     request = Request("r", prompt(20))
     side.ask(request)
@@ -558,7 +552,7 @@ UNTRUSTED = {
 
 @pytest.mark.parametrize("case", UNTRUSTED)
 def test_an_image_by_an_id_that_a_client_may_have_chosen_needs_a_salt(
-    side: Side, case: str, caplog: pytest.LogCaptureFixture
+    side: LoneScheduler, case: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     item, said = UNTRUSTED[case]
     tokens = prompt(24)
@@ -616,7 +610,7 @@ def test_what_is_admitted_behind_another_connector_s_load_waits_if_it_shares_its
     assert step({"r": (32, 8), "s": (32, 8)}) == {"r", "s"}
 
 
-def test_a_reset_forgets_loads_that_failed_also_without_their_requests(side: Side) -> None:
+def test_a_reset_forgets_loads_that_failed_also_without_their_requests(side: LoneScheduler) -> None:
     side.put(prompt(40))
     key = side.chunks(prompt(40))[1].key
     side.fail(key, bad=True)
@@ -933,7 +927,7 @@ def test_log_lines_about_a_shelf_that_does_not_answer_show_no_secrets(
 # ------------------------------------------------------------------------- several ranks
 
 
-def _ranks(make: Make, stages: int = 1) -> Side:
+def _ranks(make: Make, stages: int = 1) -> LoneScheduler:
     """A side of an engine with two workers that have not reported yet."""
     side = make(known=False, ranks=2)
     side.config.parallel_config.tensor_parallel_size = 2 // stages
@@ -966,7 +960,7 @@ def _scaled_by_head(heads: int, ranks: int, context: int) -> list[WorkerReport]:
             replace(
                 PART,
                 weights=None if rank else "user:test",
-                layer_shapes=(f"2,*,{heads},{HEAD_SIZE}",) * LAYERS,
+                layer_shapes=(f"2,*,{heads},{SIZE}",) * LAYERS,
                 kv_scales=kv_scales(context_of, context_of),
             )
         )
@@ -1062,7 +1056,7 @@ def test_load_and_its_end_are_announced_until_every_rank_has_begun(make: Make) -
     assert not meta.orders
 
 
-def test_load_whose_end_was_lost_ends_when_its_request_is_computed(side: Side) -> None:
+def test_load_whose_end_was_lost_ends_when_its_request_is_computed(side: LoneScheduler) -> None:
     side.put(prompt(41))
     first, second = (side.known(name, prompt(41)) for name in ("first", "second"))
     assert side.ask(first) == 40
@@ -1075,7 +1069,7 @@ def test_load_whose_end_was_lost_ends_when_its_request_is_computed(side: Side) -
 
 
 def test_adapter_that_is_distrusted_after_its_digest_is_neither_loaded_nor_stored(
-    side: Side, tmp_path: Path
+    side: LoneScheduler, tmp_path: Path
 ) -> None:
     named = {"lora_request": adapter(make_adapter(tmp_path / "a", "a"))}
     side.known("first", prompt(20), **named)
@@ -1089,7 +1083,7 @@ def test_adapter_that_is_distrusted_after_its_digest_is_neither_loaded_nor_store
     assert not stored_chunks(side.step({"1": (0, 20)}, new=("1",)))
 
 
-def _change_weights(side: Side) -> None:
+def _change_weights(side: LoneScheduler) -> None:
     """Give the engine other weights in place, and have its workers name them."""
     side.side.weights_may_change("a test")
     side.report(weights={0: WeightsReport(round_of(side.side), "aa", "bb")})
@@ -1097,7 +1091,7 @@ def _change_weights(side: Side) -> None:
     assert side.side.namespace not in (None, side.fmt.namespace)
 
 
-def test_what_is_computed_behind_a_load_of_new_weights_is_stored(side: Side) -> None:
+def test_what_is_computed_behind_a_load_of_new_weights_is_stored(side: LoneScheduler) -> None:
     _change_weights(side)
     assert side.side.namespace is not None
     side.fmt = ObjectFormat(side.side.namespace)
@@ -1108,7 +1102,7 @@ def test_what_is_computed_behind_a_load_of_new_weights_is_stored(side: Side) -> 
     assert stored_chunks(side.step({"r": (16, 25)}, new=("r",))) == [2, 3, 4]
 
 
-def test_weights_without_a_name_end_a_wait_for_a_hand_over(side: Side) -> None:
+def test_weights_without_a_name_end_a_wait_for_a_hand_over(side: LoneScheduler) -> None:
     params = Handover(side.fmt.namespace.digest, 8, bytes(32), 0, "0" * 32).params()
     request = Request("r", prompt(41), kv_transfer_params=params)
     side.side.new_request(request)
@@ -1118,7 +1112,7 @@ def test_weights_without_a_name_end_a_wait_for_a_hand_over(side: Side) -> None:
     assert side.side.matched_tokens(request, 0) == 0
 
 
-def test_request_that_waits_gets_keys_of_the_new_weights(side: Side) -> None:
+def test_request_that_waits_gets_keys_of_the_new_weights(side: LoneScheduler) -> None:
     side.put(prompt(20))
     request = side.known("r", prompt(20))
     before = side.lookup("r")
@@ -1134,7 +1128,9 @@ def test_request_that_waits_gets_keys_of_the_new_weights(side: Side) -> None:
 # ------------------------------------------------------------------------- requests that wait
 
 
-def test_requests_that_cannot_be_admitted_do_not_starve_those_behind_them(ahead: Side) -> None:
+def test_requests_that_cannot_be_admitted_do_not_starve_those_behind_them(
+    ahead: LoneScheduler,
+) -> None:
     tokens = prompt(40)
     ahead.put(tokens, 4)
     # Their grammar is not compiled, or no step has room for their adapter: vLLM asks for none.
@@ -1154,7 +1150,7 @@ def test_requests_that_cannot_be_admitted_do_not_starve_those_behind_them(ahead:
     assert named_chunks(ahead.step()) == {"blocked 5": [0, 1, 2, 3]}
 
 
-def test_a_preempted_request_waits_before_all_others(ahead: Side) -> None:
+def test_a_preempted_request_waits_before_all_others(ahead: LoneScheduler) -> None:
     prompts = {name: prompt(40, seed) for seed, name in enumerate(("preempted", "other"))}
     for tokens in prompts.values():
         ahead.put(tokens, 4)

@@ -21,9 +21,9 @@ from kvshelf.backends.guard import GuardedBackend
 from kvshelf.capacity.keeper import Keeper
 from kvshelf.config import CapacityConfig
 from kvshelf.metrics import TIME_BOUNDS, Counters
+from kvshelf.vllm.connector import SharedStorageConnector
 from kvshelf.vllm.stats import ShelfStats
 from tests.sim.memory import MemoryStorage
-from tests.vllm.replay import SharedStorageConnector
 
 LABELS = ["model_name", "engine"]
 

@@ -20,10 +20,11 @@ from kvshelf.format.names import object_name
 from kvshelf.format.namespace import Namespace
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.vllm.metadata import LoadOp, StepMetadata, StoreOp, WorkerMetadata
+from tests.sim.engine_caches import FORMS
+from tests.sim.engine_sides import next_number
 from tests.support.prompts import prompt
 from tests.support.waiting import PATIENCE
-from tests.vllm.rig import next_number
-from tests.vllm.simulated import FORMS, SimulatedEngine, kv_of
+from tests.vllm.simulated import SimulatedEngine, kv_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -112,7 +113,7 @@ def check_load(engine: SimulatedEngine, tokens: Sequence[int], start: int, end: 
     assert torch.equal(engine.get(block_ids, start, end), expected)
     for rank, olds in zip(engine.ranks, before, strict=True):
         _, slots = rank.held(block_ids, start, end)
-        for impl, cache, old in zip(rank.impls, rank.caches.values(), olds, strict=True):
+        for (impl, cache, _), old in zip(rank.model_layers(), olds, strict=True):
             impl.put(cache, slots, impl.get(old, slots))
             assert torch.equal(cache, old)
 

@@ -18,11 +18,10 @@ from kvshelf.format.kinds import FULL, Kind
 from kvshelf.format.names import parse_path
 from kvshelf.metrics import Counters
 from kvshelf.shelf.view import ShelfView
+from tests.sim.engine_sides import LoneScheduler, Request
 from tests.support.prompts import prompt
 from tests.support.waiting import PATIENCE, until
 from tests.vllm.hybrid_specs import models
-from tests.vllm.replay import Request
-from tests.vllm.rig import Side
 
 MODELS = models()
 
@@ -40,19 +39,19 @@ class Noted(Uses):
 
 
 @pytest.fixture
-def side(tmp_path: Path) -> Iterator[Side]:
-    side = Side(tmp_path / "shelf", uses=Noted())
+def side(tmp_path: Path) -> Iterator[LoneScheduler]:
+    side = LoneScheduler(tmp_path / "shelf", uses=Noted())
     yield side
     side.close()
 
 
-def hits(side: Side) -> list[tuple[Kind, list[int]]]:
+def hits(side: LoneScheduler) -> list[tuple[Kind, list[int]]]:
     assert isinstance(side.uses, Noted)
     return side.uses.hits
 
 
 @pytest.mark.parametrize("at_hand", [0, 8, 24, 28])
-def test_a_hit_is_a_use_of_its_whole_prefix(side: Side, at_hand: int) -> None:
+def test_a_hit_is_a_use_of_its_whole_prefix(side: LoneScheduler, at_hand: int) -> None:
     side.put(prompt(33), 3)
     request = Request("r", prompt(33))
     side.side.new_request(request)

@@ -31,10 +31,10 @@ from kvshelf.vllm.seeding import OfflineEngine
 from kvshelf.vllm.worker import model_tensors
 from kvshelf.vllm.worker.weights import WorkerWeights
 from kvshelf.weights.parameters import ParameterDigest
+from tests.sim import engine_sides as sides
 from tests.sim.storage import Fault, FaultyStorage, posix
 from tests.support import prompts
 from tests.support.waiting import until, while_patient
-from tests.vllm import rig
 from tests.vllm.simulated import SimulatedEngine, engines_on
 
 CHUNK = 256
@@ -55,7 +55,7 @@ def named(engine: SimulatedEngine) -> str:
         engine.step([])
     for _ in while_patient():
         engine.step([])
-        if not rig.compares_weights(engine.scheduler):
+        if not sides.compares_weights(engine.scheduler):
             break
     engine.step([])
     namespace = engine.scheduler.namespace
@@ -536,7 +536,7 @@ def test_call_that_may_write_begins_a_comparison_and_is_named_when_it_interrupts
     for _ in range(4):
         engine.step([(request.request_id, 0, 16)], blocks)
         core.collective_rpc(method)
-    assert rig.round_of(engine.scheduler) == comparisons
+    assert sides.round_of(engine.scheduler) == comparisons
     assert engine.scheduler.counters.snapshot().get("weight_comparisons", 0) == comparisons
     name = repr(method) if isinstance(method, str) else "check_health"
     assert caplog.text.count(f"collective_rpc({name}) begins that anew") == bool(comparisons)
@@ -608,7 +608,7 @@ def test_a_seeder_s_wait_for_stores_begins_no_comparison(
     seeder = OfflineEngine("a model", "a shelf", {})
     for seed in (7, 8):
         seeder.compute([TokenPrompt(1, prompt(seed))])
-        assert not rig.compares_weights(engine.scheduler)
+        assert not sides.compares_weights(engine.scheduler)
         assert start().load(prompt(seed))[0] == 512
 
 

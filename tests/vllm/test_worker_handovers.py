@@ -22,7 +22,7 @@ from kvshelf.vllm.metadata import (
     StepMetadata,
     StoreOp,
 )
-from tests.vllm.worker_rig import WorkerRig, store_op
+from tests.sim.engine_sides import LoneWorker, store_op
 
 # ------------------------------------------------------------------------- hand-overs
 
@@ -34,13 +34,13 @@ def promised(chunk: Chunk, blocks: Sequence[int] = (1, 2), **options: Any) -> St
     return store_op(chunk, blocks, **{"attempt": ATTEMPT, **options})
 
 
-def gave_up(rig: WorkerRig, *attempts: str) -> list[bool]:
+def gave_up(rig: LoneWorker, *attempts: str) -> list[bool]:
     view = Shelf(rig.backend.inner).view(rig.fmt)
     return view.gave_up(list(attempts or (ATTEMPT,)))
 
 
 def test_tails_are_looked_for_from_the_first_hand_over_on(
-    make_worker: Callable[..., WorkerRig], monkeypatch: pytest.MonkeyPatch
+    make_worker: Callable[..., LoneWorker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun: list[Keeper] = []
 

@@ -18,34 +18,33 @@ from kvshelf.vllm.metadata import (
     PrefetchOp,
     StepMetadata,
 )
+from tests.sim.engine_caches import make_config, make_groups
+from tests.sim.engine_sides import LoneWorker, next_number
 from tests.sim.storage import Fault, FaultyStorage
 from tests.support.waiting import until
-from tests.vllm.replay import make_config, make_groups
-from tests.vllm.rig import next_number
-from tests.vllm.worker_rig import WorkerRig
 
 # ------------------------------------------------------------------------- requests that wait
 
 TIER = 4 << 20
 
 
-def kept(rig: WorkerRig) -> float:
+def kept(rig: LoneWorker) -> float:
     """Bytes that are kept for waiting requests, or are in use by loads."""
     return rig.gauge("memory_tier_pinned_bytes")
 
 
-def read_ahead(rig: WorkerRig, chunks: int) -> None:
+def read_ahead(rig: LoneWorker, chunks: int) -> None:
     """Wait until all objects of so many chunks were read for waiting requests."""
     until(lambda: rig.counts.get("prefetched_objects", 0) == chunks * rig.fmt.shards)
 
 
-def same(writer: WorkerRig, block: int, reader: WorkerRig, other: int) -> bool:
+def same(writer: LoneWorker, block: int, reader: LoneWorker, other: int) -> bool:
     """Whether blocks of two workers hold the same."""
     return all(map(torch.equal, writer.rows(block), reader.rows(other)))
 
 
 @pytest.fixture
-def writer(make_worker: Callable[..., WorkerRig]) -> WorkerRig:
+def writer(make_worker: Callable[..., LoneWorker]) -> LoneWorker:
     """An engine that has stored the four chunks of a prompt from its first blocks."""
     rig = make_worker()
     rig.store(rig.chunks(4))
@@ -53,13 +52,13 @@ def writer(make_worker: Callable[..., WorkerRig]) -> WorkerRig:
 
 
 @pytest.fixture
-def rig(writer: WorkerRig, make_worker: Callable[..., WorkerRig]) -> WorkerRig:
+def rig(writer: LoneWorker, make_worker: Callable[..., LoneWorker]) -> LoneWorker:
     """Another one, with memory that holds nothing yet."""
     return make_worker(memory=TIER)
 
 
 def test_a_waiting_requests_bad_object_is_reported_before_its_load(
-    rig: WorkerRig, backend: FaultyStorage
+    rig: LoneWorker, backend: FaultyStorage
 ) -> None:
     chunks = rig.chunks(3)
     backend.add(Fault("read", f"*{chunks[1].key.hex()}*", damage=lambda data: data.reverse()))
@@ -76,7 +75,7 @@ def test_a_waiting_requests_bad_object_is_reported_before_its_load(
     assert found[0] == (chunks[1].key, True)
 
 
-def test_a_low_latency_shelf_takes_no_memory_for_waiting_requests(writer: WorkerRig) -> None:
+def test_a_low_latency_shelf_takes_no_memory_for_waiting_requests(writer: LoneWorker) -> None:
     writer.step(StepMetadata(prefetches=[PrefetchOp("r", writer.chunks(2))]))
     writer.side.set_gauges()
     assert "memory_tier_used_bytes" not in writer.side.counters.gauges()
@@ -88,7 +87,7 @@ def test_a_low_latency_shelf_takes_no_memory_for_waiting_requests(writer: Worker
 
 @pytest.mark.parametrize("options", [{"memory": TIER}, {}])
 def test_chunk_that_a_worker_stored_is_loaded_from_its_memory(
-    make_worker: Callable[..., WorkerRig], options: dict[str, int]
+    make_worker: Callable[..., LoneWorker], options: dict[str, int]
 ) -> None:
     rig = make_worker(**options)
     chunks = rig.chunks(1)
@@ -100,7 +99,7 @@ def test_chunk_that_a_worker_stored_is_loaded_from_its_memory(
 
 
 def test_an_engine_does_not_start_without_the_memory_of_its_tier(
-    make_worker: Callable[..., WorkerRig],
+    make_worker: Callable[..., LoneWorker],
 ) -> None:
     with pytest.raises(ConfigError, match="have to be free"):
         make_worker(memory=1 << 50)

@@ -33,17 +33,11 @@ from kvshelf.vllm.metadata import (
 )
 from kvshelf.vllm.worker import side as side_module
 from kvshelf.vllm.worker.registered_caches import natural_order
+from tests.sim.engine_caches import bind, make_caches, make_config, make_groups
+from tests.sim.engine_sides import BLOCK, LoneWorker, next_number, ordered, store_op
 from tests.sim.storage import Fault, FaultyStorage
 from tests.support.threads import named, none_can_be_started
 from tests.support.waiting import until, while_patient
-from tests.vllm.replay import (
-    bind,
-    make_caches,
-    make_config,
-    make_groups,
-)
-from tests.vllm.rig import next_number, ordered
-from tests.vllm.worker_rig import BLOCK, WorkerRig, store_op
 
 # ------------------------------------------------------------------------- caches
 
@@ -148,7 +142,7 @@ def test_configurations_that_do_not_fit_the_model_stop_the_start(
 
 
 def test_report_names_how_the_model_scales_queries(
-    make_worker: Callable[..., WorkerRig],
+    make_worker: Callable[..., LoneWorker],
 ) -> None:
     model = torch.nn.Linear(1, 1)
     for name, value in (("attn_temperature_tuning", True), ("floor_scale", 9), ("attn_scale", 2)):
@@ -158,7 +152,7 @@ def test_report_names_how_the_model_scales_queries(
 
 @pytest.mark.parametrize(("chunks", "warned"), [(1.9, None), (2, True), (511, True), (512, False)])
 def test_bound_below_two_chunks_is_refused_and_below_a_prompt_warned_of(
-    make_worker: Callable[..., WorkerRig],
+    make_worker: Callable[..., LoneWorker],
     caplog: pytest.LogCaptureFixture,
     chunks: float,
     warned: bool | None,
@@ -176,7 +170,7 @@ def test_bound_below_two_chunks_is_refused_and_below_a_prompt_warned_of(
 
 
 def test_releases_of_vllm_share_unless_the_layout_is_unknown(
-    make_worker: Callable[..., WorkerRig], backend: FaultyStorage, monkeypatch: pytest.MonkeyPatch
+    make_worker: Callable[..., LoneWorker], backend: FaultyStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names: dict[str, list[tuple[bytes, str]]] = {"known": [], "unknown": []}
     for version in ("0.32.0", "0.33.0"):
@@ -196,7 +190,7 @@ def test_releases_of_vllm_share_unless_the_layout_is_unknown(
 
 
 def test_steps_without_metadata_or_work_are_no_trouble(
-    make_worker: Callable[..., WorkerRig],
+    make_worker: Callable[..., LoneWorker],
 ) -> None:
     made = make_worker().connector
     made.wait_for_save()
@@ -219,7 +213,7 @@ def test_steps_without_metadata_or_work_are_no_trouble(
 
 @pytest.mark.parametrize("blocks", [[20, 21], [0, 21]])
 def test_a_load_that_is_refused_is_useless_where_a_window_left_blocks_out(
-    make_worker: Callable[..., WorkerRig], blocks: list[int]
+    make_worker: Callable[..., LoneWorker], blocks: list[int]
 ) -> None:
     rig = make_worker()
     rig.step(StepMetadata(loads=[LoadOp(next_number(), "r", 0, 8, [], (blocks,))]))
@@ -229,7 +223,7 @@ def test_a_load_that_is_refused_is_useless_where_a_window_left_blocks_out(
 # ------------------------------------------------------------------------- loads that fail
 
 
-def test_load_of_another_round_is_not_begun(make_worker: Callable[..., WorkerRig]) -> None:
+def test_load_of_another_round_is_not_begun(make_worker: Callable[..., LoneWorker]) -> None:
     rig = make_worker()
     chunks = rig.chunks(1)
     rig.store(chunks)
@@ -239,7 +233,7 @@ def test_load_of_another_round_is_not_begun(make_worker: Callable[..., WorkerRig
 
 
 def test_failed_load_is_told_until_this_rank_is_heard(
-    make_worker: Callable[..., WorkerRig],
+    make_worker: Callable[..., LoneWorker],
 ) -> None:
     rig = make_worker()
     rig.load(LoadOp(next_number(), "r", 0, 8, rig.chunks(1), ([20, 21],)))
@@ -253,7 +247,7 @@ def test_failed_load_is_told_until_this_rank_is_heard(
 
 @pytest.mark.parametrize("read_only", [False, True])
 def test_bad_object_is_counted_where_a_read_only_shelf_keeps_it(
-    make_worker: Callable[..., WorkerRig], read_only: bool
+    make_worker: Callable[..., LoneWorker], read_only: bool
 ) -> None:
     writer = make_worker()
     chunks = writer.chunks(2)
@@ -276,7 +270,7 @@ def test_bad_object_is_counted_where_a_read_only_shelf_keeps_it(
     ],
 )
 def test_engine_starts_without_its_shelf_where_waiting_may_help(
-    make_worker: Callable[..., WorkerRig],
+    make_worker: Callable[..., LoneWorker],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     error: Exception,
@@ -288,7 +282,9 @@ def test_engine_starts_without_its_shelf_where_waiting_may_help(
     assert ("until then the engine runs without it" in caplog.text) is starts
 
 
-def test_a_cancelled_load_is_finished_and_no_failure(make_worker: Callable[..., WorkerRig]) -> None:
+def test_a_cancelled_load_is_finished_and_no_failure(
+    make_worker: Callable[..., LoneWorker],
+) -> None:
     rig = make_worker()
     chunks = rig.chunks(2)
     rig.store(chunks)
@@ -305,7 +301,7 @@ def test_a_cancelled_load_is_finished_and_no_failure(make_worker: Callable[..., 
 
 
 def test_nothing_that_goes_wrong_ends_the_engine(
-    make_worker: Callable[..., WorkerRig],
+    make_worker: Callable[..., LoneWorker],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -329,14 +325,14 @@ def test_nothing_that_goes_wrong_ends_the_engine(
 # ------------------------------------------------------------------------- caches that change
 
 
-def test_caches_are_registered_once(make_worker: Callable[..., WorkerRig]) -> None:
+def test_caches_are_registered_once(make_worker: Callable[..., LoneWorker]) -> None:
     rig = make_worker()
     with pytest.raises(UnsupportedError, match="replaced the KV caches"):
         rig.register()
 
 
 def test_what_is_staged_is_published_before_an_engine_sleeps(
-    make_worker: Callable[..., WorkerRig], backend: FaultyStorage
+    make_worker: Callable[..., LoneWorker], backend: FaultyStorage
 ) -> None:
     rig = make_worker()
     chunks = rig.chunks(2)
@@ -348,7 +344,7 @@ def test_what_is_staged_is_published_before_an_engine_sleeps(
 
 
 def test_postponed_stores_are_dropped_when_an_engine_sleeps(
-    make_worker: Callable[..., WorkerRig], backend: FaultyStorage
+    make_worker: Callable[..., LoneWorker], backend: FaultyStorage
 ) -> None:
     """Their blocks have other content when it wakes up."""
     rig = make_worker(staging_bytes=4 * 8192)
@@ -378,7 +374,7 @@ def test_postponed_stores_are_dropped_when_an_engine_sleeps(
     ],
 )
 def test_a_load_that_is_not_reported_before_its_caches_or_weights_go_fails(
-    make_worker: Callable[..., WorkerRig], backend: FaultyStorage, how: str, scattered: bool
+    make_worker: Callable[..., LoneWorker], backend: FaultyStorage, how: str, scattered: bool
 ) -> None:
     rig = make_worker()
     chunks = rig.chunks(2)
@@ -415,7 +411,7 @@ def test_a_load_that_is_not_reported_before_its_caches_or_weights_go_fails(
 
 
 def test_a_worker_that_gets_no_thread_tries_again_and_keeps_nothing_twice(
-    make_worker: Callable[..., WorkerRig],
+    make_worker: Callable[..., LoneWorker],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -448,7 +444,7 @@ def test_a_worker_that_gets_no_thread_tries_again_and_keeps_nothing_twice(
 
 
 def test_an_hour_in_which_much_is_stored_and_nothing_loaded_is_told(
-    make_worker: Callable[..., WorkerRig],
+    make_worker: Callable[..., LoneWorker],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -18,11 +18,10 @@ import torch
 from kvshelf.vllm.metadata import BY_PARAMETERS, LoadOp, StepMetadata
 from kvshelf.vllm.worker import parts
 from kvshelf.weights.fingerprints import weights_fingerprint
+from tests.sim.engine_caches import make_config
+from tests.sim.engine_sides import LoneWorker, next_number, store_op
 from tests.sim.storage import Fault, FaultyStorage
 from tests.support.waiting import until
-from tests.vllm.replay import make_config
-from tests.vllm.rig import next_number
-from tests.vllm.worker_rig import WorkerRig, store_op
 
 # ------------------------------------------------------------------------- weights
 
@@ -49,7 +48,7 @@ def with_model(backend: FaultyStorage, model: Path, **options: Any) -> SimpleNam
 
 
 def test_weights_written_while_the_engine_started_are_not_trusted(
-    make_worker: Callable[..., WorkerRig],
+    make_worker: Callable[..., LoneWorker],
     backend: FaultyStorage,
     model: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -97,7 +96,7 @@ def loaded_model(model: Path, kind: str) -> torch.nn.Module:
 @pytest.mark.usefixtures("old_files")
 @pytest.mark.parametrize("kind", ["subfolder", "patterns", "own patterns", "built"])
 def test_weights_below_the_folder_are_named_by_their_content(
-    make_worker: Callable[..., WorkerRig],
+    make_worker: Callable[..., LoneWorker],
     backend: FaultyStorage,
     model: Path,
     kind: str,
@@ -127,7 +126,7 @@ def test_weights_below_the_folder_are_named_by_their_content(
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # importing vLLM warns
 @pytest.mark.usefixtures("old_files")
 def test_weights_of_a_model_without_folders_below_keep_their_name(
-    make_worker: Callable[..., WorkerRig], backend: FaultyStorage, model: Path
+    make_worker: Callable[..., LoneWorker], backend: FaultyStorage, model: Path
 ) -> None:
     names = []
     for kind in ("plain", "another"):
@@ -144,7 +143,7 @@ def test_weights_of_a_model_without_folders_below_keep_their_name(
 
 
 def test_weights_that_change_in_place_end_loads_and_stores_at_once(
-    make_worker: Callable[..., WorkerRig],
+    make_worker: Callable[..., LoneWorker],
 ) -> None:
     rig = make_worker()
     chunks = rig.chunks(3)
@@ -170,7 +169,7 @@ def test_weights_that_change_in_place_end_loads_and_stores_at_once(
 
 @pytest.mark.parametrize("stuck", [False, True])
 def test_new_weights_wait_for_a_while_for_what_is_gathered_of_earlier_ones(
-    make_worker: Callable[..., WorkerRig],
+    make_worker: Callable[..., LoneWorker],
     backend: FaultyStorage,
     monkeypatch: pytest.MonkeyPatch,
     stuck: bool,
@@ -196,7 +195,7 @@ def test_new_weights_wait_for_a_while_for_what_is_gathered_of_earlier_ones(
 
 
 def test_random_weights_are_of_use_to_nobody_else(
-    make_worker: Callable[..., WorkerRig], backend: FaultyStorage, model: Path
+    make_worker: Callable[..., LoneWorker], backend: FaultyStorage, model: Path
 ) -> None:
     config = with_model(backend, model)
     config.load_config.load_format = "dummy"
@@ -221,7 +220,7 @@ def test_random_weights_are_of_use_to_nobody_else(
     ],
 )
 def test_weights_from_elsewhere_are_named_by_the_loaded_parameters(
-    make_worker: Callable[..., WorkerRig],
+    make_worker: Callable[..., LoneWorker],
     backend: FaultyStorage,
     model: Path,
     change: Callable[[SimpleNamespace], None],

@@ -1,4 +1,4 @@
-"""A scheduler side in tests: how it is made, stepped and asked, on a shelf of hollow objects.
+"""One side of an engine: the scheduler's, on a shelf of hollow objects, or a worker's.
 
 The only place in these tests that knows where a scheduler side keeps what it knows of a request.
 """
@@ -6,18 +6,41 @@ The only place in these tests that knows where a scheduler side keeps what it kn
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
-from dataclasses import replace
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeAlias
 
 import pytest
+import torch
 
-pytest.importorskip("vllm")
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    pytest.importorskip("vllm")
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+    from vllm.v1.core.sched.output import KVConnectorBlockState
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
-from vllm.v1.core.sched.output import KVConnectorBlockState
+    from kvshelf.vllm.connector import SharedStorageConnector
+    from kvshelf.vllm.groups import CacheGroups
+    from kvshelf.vllm.item_ids import CONTENT, ItemIds
+    from kvshelf.vllm.metadata import (
+        Facts,
+        LoadOp,
+        Orders,
+        StepMetadata,
+        StoreOp,
+        WeightsReport,
+        WorkerMetadata,
+        WorkerReport,
+    )
+    from kvshelf.vllm.namespace import build_namespace
+    from kvshelf.vllm.scheduler import Engine, SchedulerSide
+    from kvshelf.vllm.scheduler.drafts import DraftScheduler
+    from kvshelf.vllm.scheduler.requests import Awaited
+    from kvshelf.vllm.worker.side import WorkerSide
 
 from kvshelf.backends import Deadlines
 from kvshelf.config import Config
@@ -29,38 +52,77 @@ from kvshelf.metrics import Counters
 from kvshelf.shelf.lookup import Lookup, LookupService
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.tiers.tiered import AnyShelf
-from kvshelf.vllm.connector import SharedStorageConnector
-from kvshelf.vllm.groups import CacheGroups
-from kvshelf.vllm.item_ids import ItemIds
-from kvshelf.vllm.metadata import (
-    Facts,
-    Orders,
-    StepMetadata,
-    WeightsReport,
-    WorkerMetadata,
-    WorkerReport,
+from tests.sim.engine_caches import (
+    HEADS,
+    LAYERS,
+    SIZE,
+    bind,
+    make_caches,
+    make_config,
+    make_groups,
 )
-from kvshelf.vllm.namespace import build_namespace
-from kvshelf.vllm.scheduler import Engine, SchedulerSide
-from kvshelf.vllm.scheduler.drafts import DraftScheduler
-from kvshelf.vllm.scheduler.requests import Awaited
 from tests.sim.storage import FaultyStorage, posix
 from tests.support.clocks import Clock
+from tests.support.prompts import prompt
 from tests.support.waiting import PATIENCE, until, while_patient
-from tests.vllm.replay import HEAD_SIZE, HEADS, LAYERS, Request, make_config, make_groups
 
-BLOCK, CHUNK = 4, 8
+BLOCK, CHUNK, BLOCKS = 4, 8, 64
 
 PART = WorkerReport(
     layer_names=tuple(f"model.layers.{i}.self_attn.attn" for i in range(LAYERS)),
-    layer_shapes=(f"2,*,{HEADS},{HEAD_SIZE}",) * LAYERS,
+    layer_shapes=(f"2,*,{HEADS},{SIZE}",) * LAYERS,
     layer_dtypes=("BF16",) * LAYERS,
     layouts=(f"cpu-vec-bf16-b{BLOCK}",) * LAYERS,
     attention=("full",) * LAYERS,
-    head_sizes=(HEAD_SIZE,) * LAYERS,
+    head_sizes=(SIZE,) * LAYERS,
     sliding_windows=(-1,) * LAYERS,
     weights="user:test",
 )
+
+
+# --------------------------------------------------------------- what vLLM asks with
+
+
+class Request:
+    """What the connector reads of vLLM's ``Request``."""
+
+    def __init__(self, request_id: str, prompt: Sequence[int], **options: Any) -> None:
+        self.request_id = request_id
+        self.prompt_token_ids: list[int] | None = list(prompt)
+        self._all_token_ids = list(prompt)
+        self.num_prompt_tokens = len(prompt)
+        self.prompt_embeds = None
+        self.prompt_is_token_ids = None
+        self.resumable = False
+        self.skip_reading_prefix_cache = False
+        self.kv_transfer_params: Any = None
+        self.cache_salt: str | None = None
+        self.lora_request: Any = None
+        self.mm_features: list[Any] = []
+        self.num_preemptions = 0
+        self.num_computed_tokens = 0
+        self.__dict__.update(options)
+        self.max_tokens = options.get("max_tokens", 2)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self._all_token_ids)
+
+
+@dataclass
+class Blocks:
+    ids: list[int]
+
+    def get_block_ids(self) -> tuple[list[int], ...]:
+        return (list(self.ids),)
+
+
+def image(identifier: str, offset: int, length: int) -> SimpleNamespace:
+    """A multimodal item as vLLM describes it, named by its content."""
+    position = SimpleNamespace(offset=offset, length=length)
+    return SimpleNamespace(
+        identifier=identifier, mm_position=position, mm_hash=f"{CONTENT}{identifier}"
+    )
 
 
 # --------------------------------------------------------------- messages between the sides
@@ -159,8 +221,8 @@ def compares_weights(side: SchedulerSide) -> bool:
     return side.opening.handshake.checking
 
 
-class Side:
-    """A scheduler side whose workers have reported.
+class LoneScheduler:
+    """A scheduler side without an engine, whose workers have reported.
 
     Parameters
     ----------
@@ -350,7 +412,7 @@ class Side:
 
 
 #: Makes a side.
-Make: TypeAlias = Callable[..., Side]
+Make: TypeAlias = Callable[..., LoneScheduler]
 
 
 def stored_chunks(meta: StepMetadata) -> list[int]:
@@ -367,3 +429,201 @@ def make_connector(root: Path, **options: Any) -> SharedStorageConnector:
     """The scheduler's half of a connector."""
     config = make_config(str(root), **options)
     return SharedStorageConnector(config, KVConnectorRole.SCHEDULER, make_groups(config))
+
+
+# --------------------------------------------------------------- a worker
+
+Step = tuple[set[str], set[int], "Said | None"]
+
+
+class Said(SimpleNamespace):
+    """What a worker says in a step: the fields of ``WorkerMetadata``, and of its new facts."""
+
+    @classmethod
+    def of(cls, meta: WorkerMetadata, known: int) -> Said:
+        """What is said after message `known`."""
+        facts = Facts()
+        for rank in meta.facts:
+            for number, message in meta.facts[rank]:
+                if number > known:
+                    facts = Facts(
+                        **{
+                            name: (
+                                [*found, *getattr(message, name)]
+                                if isinstance(found, list)
+                                else getattr(message, name)
+                            )
+                            for name, found in vars(facts).items()
+                        }
+                    )
+        return cls(**vars(facts), **vars(meta))
+
+
+class LoneWorker:
+    """A worker's connector with registered caches, without an engine.
+
+    Parameters
+    ----------
+    backend : FaultyStorage
+        The storage.
+    kernel_block : int
+        Tokens of a block as the attention kernel sees it.
+    config : SimpleNamespace, optional
+        The engine's configuration; one of `options` when absent.
+    opened : bool
+        Announce the namespace.
+    model : Module, optional
+        The loaded model, where vLLM shows it.
+    """
+
+    def __init__(
+        self,
+        backend: FaultyStorage,
+        *,
+        kernel_block: int = BLOCK,
+        config: SimpleNamespace | None = None,
+        opened: bool = True,
+        model: torch.nn.Module | None = None,
+        **options: Any,
+    ) -> None:
+        self.backend = backend
+        self.config = config or make_config(backend.url, **options)
+        self.model = model
+        self._ratio = self.config.cache_config.block_size // kernel_block
+        self._report: WorkerReport | None = None
+        #: What the worker has told of why it is disabled.
+        self._disabled: list[tuple[str, bool]] = []
+        #: Up to which number the scheduler's side has taken what the worker tells.
+        self._heard = 0
+        self.caches = make_caches(BLOCKS * self._ratio, kernel_block)
+        bind(self.config, self.caches)
+        self.connector = SharedStorageConnector(
+            self.config, KVConnectorRole.WORKER, make_groups(self.config)
+        )
+        assert self.connector._worker is not None
+        self.side: WorkerSide = self.connector._worker
+        self.register()
+        if opened:
+            self.step(StepMetadata(namespace=self.namespace()))
+
+    def get_model(self) -> torch.nn.Module | None:
+        """As a model runner, which makes the call that registers caches."""
+        return self.model
+
+    def register(self) -> None:
+        """Register the caches."""
+        self.connector.register_kv_caches(self.caches)
+
+    @property
+    def counts(self) -> dict[str, float]:
+        """What this worker has counted."""
+        return self.side.counters.snapshot()
+
+    def gauge(self, name: str) -> float:
+        """A gauge of this worker."""
+        self.side.set_gauges()
+        return self.side.counters.gauges()[name]
+
+    def drain(self) -> None:
+        """Wait for all stores."""
+        assert self.connector.drain(PATIENCE) == 0
+
+    def report(self) -> WorkerReport:
+        """What the worker last said of its caches."""
+        if self._report is None:
+            self.step(StepMetadata())
+        assert self._report is not None
+        return self._report
+
+    def disabled_reason(self) -> str:
+        """Why the worker loads and stores nothing; empty while it does."""
+        _, _, said = self.step(StepMetadata())
+        self._disabled += [] if said is None else said.disabled
+        return "".join(reason for reason, _ in self._disabled)
+
+    def reported(self, field: str) -> str:
+        """Step until the worker's report has this field; return it."""
+        until(lambda: bool(self.step(StepMetadata())[2] and getattr(self.report(), field)))
+        return str(getattr(self.report(), field))
+
+    def namespace(self, weights: str = "user:test") -> tuple[bytes, str]:
+        """The namespace of an engine with this worker."""
+        made = build_namespace(self.config, self.connector.config, [self.report()], weights)
+        self.fmt = ObjectFormat(made)
+        return made.encoded, made.slug
+
+    def step(self, meta: StepMetadata) -> Step:
+        """One step, in the order of vLLM's first model runner."""
+        worker = self.connector
+        meta.heard = {0: self._heard}
+        worker.bind_connector_metadata(meta)
+        worker.start_load_kv(None)
+        worker.wait_for_save()
+        results = worker.get_transfer_results(set())
+        finished, self.failed_requests = results.finished_recving, results.failed_recving
+        bad = worker.get_block_ids_with_load_errors()
+        reported = worker.build_connector_worker_meta()
+        worker.clear_connector_metadata()
+        assert reported is None or isinstance(reported, WorkerMetadata)
+        if reported is not None and reported.reports:
+            (self._report,) = reported.reports.values()
+        said = None if reported is None else Said.of(reported, self._heard)
+        if reported is not None and reported.facts:
+            self._heard = reported.facts[0][-1][0]
+        return finished, bad, said
+
+    def seconds(self, meta: StepMetadata) -> float:
+        """How long a step took."""
+        begin = time.monotonic()
+        self.step(meta)
+        return time.monotonic() - begin
+
+    def load(self, op: LoadOp) -> Step:
+        """Load, which may end in any step, the first one included; return what that step did."""
+        meta = StepMetadata(loads=[op])
+        for _ in while_patient():
+            answer = self.step(meta)
+            if answer[0]:
+                return answer
+            # vLLM makes empty steps while a load runs.
+            meta = StepMetadata(idle=True)
+        raise AssertionError("the load never ended")
+
+    def chunks(self, count: int, seed: int = 0) -> list[Chunk]:
+        """The chunks of a prompt."""
+        return KeyChain(self.fmt.namespace.digest, CHUNK).extend(prompt(count * CHUNK, seed))
+
+    def store(self, chunks: Sequence[Chunk], first_block: int = 1) -> None:
+        """Fill blocks with noise and store them."""
+        n = CHUNK // self.config.cache_config.block_size
+        ops = []
+        for i, chunk in enumerate(chunks):
+            ops.append(store_op(chunk, range(first_block + i * n, first_block + (i + 1) * n)))
+        for cache in self.caches.values():
+            cache.view(torch.int16).random_(1, 1000)
+        self.step(StepMetadata(stores=ops))
+        self.drain()
+
+    def path(self, chunk: Chunk) -> Path:
+        """Where the first object of a chunk lies."""
+        folder = Path(self.backend.url) / self.fmt.namespace.folder
+        return folder / object_name(chunk, 0, self.fmt.shards)
+
+    def rows(self, block: int) -> list[torch.Tensor]:
+        """What a (manager) block holds in each layer."""
+        first, end = block * self._ratio, (block + 1) * self._ratio
+        return [cache[first:end].clone() for cache in self.caches.values()]
+
+    def same(self, one: int, other: int) -> bool:
+        """Whether two blocks hold the same."""
+        return all(torch.equal(a, b) for a, b in zip(self.rows(one), self.rows(other), strict=True))
+
+    def close(self) -> None:
+        """End the engine, whose storage answers again."""
+        self.backend.heal()
+        self.connector.shutdown()
+
+
+def store_op(chunk: Chunk, blocks: Sequence[int] = (1, 2), **fields: Any) -> StoreOp:
+    """A store of a chunk from some blocks."""
+    return StoreOp(chunk, ([*blocks],), **{"repair": False, "age": 0.0, **fields})

@@ -1,0 +1,969 @@
+"""An engine without a model: vLLM's scheduler and cache manager, and workers over paged caches.
+
+An :class:`EngineModel` has vLLM's own ``Scheduler``, with the scheduler's half of the connector
+inside, and a worker's half for each rank, over caches of any layout. Each step makes the calls of
+one of vLLM's runners, in an order that is data (:data:`RUNNERS`). Its forward pass writes KV that
+is a function of all tokens so far, of the weights and of the adapter that each was computed with.
+
+Before a step it compares all KV that the step reads, in every rank and layer; after a load, all
+that was loaded; at its end every block has been given back. So "it ran" means "no wrong KV was
+loaded, and none was used".
+"""
+
+from __future__ import annotations
+
+import hashlib
+import pickle  # noqa: TID251 - as vLLM does between its processes
+import time
+import warnings
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import groupby
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvshelf.format.keys import Chunk, KeyChain
+from kvshelf.format.objects import ObjectFormat
+from kvshelf.metrics import Counters
+from tests.native.simulated_device import SimulatedEvent, SimulatedStreams
+from tests.sim.engine_caches import (
+    PLAIN,
+    SIZE,
+    Layers,
+    PagedCaches,
+    attention_layers,
+    held_slots,
+    model_config,
+    scheduler_config,
+    transfer_config,
+)
+from tests.sim.runtime import Simulation
+from tests.support.waiting import PATIENCE, while_patient
+
+with warnings.catch_warnings():
+    # Importing vLLM warns of what torch and others deprecate.
+    warnings.simplefilter("ignore")
+    from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+    from vllm.sampling_params import SamplingParams
+    from vllm.utils.hashing import sha256
+    from vllm.v1.core.kv_cache_utils import (
+        generate_scheduler_kv_cache_config,
+        get_request_block_hasher,
+        init_none_hash,
+        resolve_cache_hit_alignment_tokens,
+        resolve_kv_cache_block_sizes,
+    )
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+    from vllm.v1.request import Request, RequestStatus
+
+    from kvshelf.vllm.connector import SharedStorageConnector
+    from kvshelf.vllm.metadata import NULL_BLOCK, LoadOp, StepMetadata
+    from kvshelf.vllm.scheduler import SchedulerSide
+    from kvshelf.vllm.worker.side import WorkerSide
+
+
+class Runner(NamedTuple):
+    """A model runner of vLLM: its calls in a step, and those it makes though the model failed."""
+
+    calls: tuple[str, ...]
+    after_error: tuple[str, ...] = ()
+
+
+#: The second runner as vLLM 0.33 has it: with drafts it collects results before it saves.
+DRAFTING = "V2 speculative on a device"
+_ORDERS = {
+    "V1": Runner(("forward", "loads", "save", "results", "output"), ("loads", "save", "results")),
+    "V1 speculative": Runner(
+        ("forward", "loads", "results", "draft", "save", "output"), ("loads", "results")
+    ),
+    "V2": Runner(("forward", "finish", "output", "loads", "save", "results")),
+    "V2 speculative": Runner(("forward", "finish", "output", "draft", "loads", "results", "save")),
+}
+#: The order of a runner's calls, and whether its caches are on a device that runs behind.
+RUNNERS = ["V1", "V1 speculative", "V2", "V1 on a device", DRAFTING]
+#: Simulated time that a step takes.
+STEP_SECONDS = 0.002
+
+#: The weights and the content of the adapter with which KV is computed.
+Variant: TypeAlias = tuple[float, str]
+#: With what a token's KV, and that of the tokens before it, was computed, in order.
+Origin: TypeAlias = tuple[Variant, ...]
+
+
+class Text:
+    """The tokens of one request from its prompt to its end, and what a model computes of them.
+
+    Parameters
+    ----------
+    prompt : sequence of int
+    answer : int
+        Tokens of the answer.
+    identity : str
+        What KV depends on besides.
+    """
+
+    def __init__(self, prompt: Sequence[int], answer: int, identity: str = "") -> None:
+        self.tokens = list(prompt)
+        self.prompt = len(prompt)
+        digests = [identity.encode()]
+        for position in range(len(prompt) + answer):
+            if position >= len(prompt):
+                self.tokens.append(int.from_bytes(digests[-1][:4], "little") % 900)
+            token = self.tokens[position].to_bytes(4, "little")
+            digests.append(hashlib.sha256(digests[-1] + token).digest())
+        #: Of the tokens before each position.
+        self.digests = digests
+        self._streams: dict[tuple[str, Origin, int], Tensor] = {}
+
+    def kv(self, origin: Origin, start: int, end: int, layer: str, heads: int) -> Tensor:
+        """KV of tokens in a layer: bfloat16 ``[kv_planes, tokens, heads, size]``."""
+        key = layer, origin, heads
+        if key not in self._streams:
+            name = f"{layer} {origin}".encode()
+            count = 4 * SIZE * heads
+            stream = b"".join(
+                hashlib.shake_128(name + digest).digest(count) for digest in self.digests[1:]
+            )
+            # No number that is none.
+            values = np.frombuffer(stream, np.uint16) & 0xBFFF
+            rows = torch.from_numpy(values.view(np.int16).copy()).view(torch.bfloat16)
+            self._streams[key] = rows.view(-1, 2, heads, SIZE).movedim(1, 0)
+        return self._streams[key][:, start:end]
+
+
+class Weights(torch.nn.Module):
+    """Weights that can be told apart, and vLLM's way to load others."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(300), requires_grad=False)
+        self.register_buffer("scale", torch.full((3,), 1.0 + rank))
+
+    def load_weights(self, weights: float) -> None:
+        self.weight.data.fill_(weights)
+
+
+class Adapters:
+    """Stands for vLLM's ``WorkerLoRAManager``: what was loaded for each id of an adapter."""
+
+    def __init__(self) -> None:
+        self.loaded: dict[int, str] = {}
+
+    def _load_adapter(self, adapter: Any) -> str:
+        file = Path(adapter.lora_path) / "adapter_model.safetensors"
+        return file.read_text() if file.exists() else str(file)
+
+    def use(self, adapter: Any) -> None:
+        """Load an adapter as a step does that computes with it, or as an API server says."""
+        if adapter is None:
+            return
+        number = adapter.lora_int_id
+        if number not in self.loaded or adapter.load_inplace:
+            self.loaded[number] = self._load_adapter(adapter)
+
+    def content(self, adapter: Any) -> str:
+        """What KV is computed with."""
+        if adapter is None:
+            return ""
+        return self.loaded.get(adapter.lora_int_id) or Adapters._load_adapter(self, adapter)
+
+
+def counted_by(counters: Counters) -> Counter[str]:
+    """What is counted from now on, also what vLLM takes meanwhile."""
+    counted: Counter[str] = Counter()
+    count = counters.add
+
+    def add(name: str, amount: float = 1) -> None:
+        counted[name] += amount  # type: ignore[assignment]
+        count(name, amount)
+
+    counters.add = add  # type: ignore[method-assign]
+    return counted
+
+
+class Rank:
+    """One worker: its caches, its weights, and its half of the connector.
+
+    Parameters
+    ----------
+    config
+        The engine's configuration, for this rank.
+    caches : PagedCaches
+    number : int
+    device : SimulatedStreams, optional
+        The device that has the caches.
+    place : tuple of int
+        Which of how many ranks that share the tokens of each block, and how many tokens in turn.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        caches: PagedCaches,
+        number: int = 0,
+        device: SimulatedStreams | None = None,
+        place: tuple[int, int, int] = (0, 1, 1),
+    ) -> None:
+        self.config, self.paged, self.number, self.device = config, caches, number, device
+        self.place = place
+        self.model = Weights(number)
+        kind: Any = type("OnADevice", (SharedStorageConnector,), {"_streams_of": lambda *_: device})
+        self.connector = kind(config, KVConnectorRole.WORKER, caches.config)
+        self.side: WorkerSide = self.connector._worker
+        self.counted = counted_by(self.side.counters)
+        self.adapters: Adapters = type("OfThisEngine", (Adapters,), {})()
+        self.side.adapters.watch(type(self.adapters))
+        self.register()
+
+    def register(self) -> None:
+        """Register the caches."""
+        self.connector.register_kv_caches(self.paged.caches)
+
+    def get_model(self) -> Weights:
+        """As vLLM's model runners have it."""
+        return self.model
+
+    @property
+    def layers(self) -> dict[str, Any]:
+        """vLLM's layers by name."""
+        return self.paged.layers
+
+    @property
+    def caches(self) -> dict[str, Tensor]:
+        """The caches by the names of their layers."""
+        return self.paged.caches
+
+    def enqueue(self, work: Callable[..., object], *arguments: Any) -> None:
+        """Have the engine's device do something, when it comes to it."""
+        if self.device is None:
+            work(*arguments)
+        else:
+            self.device.do(work, *arguments)
+
+    def slots(
+        self, group: int, table: Sequence[int], start: int, end: int
+    ) -> tuple[Tensor, Tensor]:
+        """The tokens of ``[start, end)`` that this rank holds, from 0, and their slots."""
+        layers = self.paged.groups[group]
+        if layers.kind == "ring":
+            positions = torch.arange(start, end)
+            return positions - start, table[0] * layers.block_size + positions % layers.block_size
+        return held_slots(table, start, end, layers.block_size, self.place)
+
+    def write(
+        self, table: Sequence[int], group: int, start: int, kv: Callable[..., Tensor]
+    ) -> None:
+        """Write what the layers of a group compute of some tokens; `kv` is by layer and heads."""
+        for index, name, impl, cache in attention_layers(self.paged):
+            if index == group:
+                values = kv(name, self.heads_of(name))
+                held, slots = self.slots(group, table, start, start + values.shape[1])
+                own = values[:, held][:, :, self.paged.heads[name]]
+                self.enqueue(impl.put, cache, slots, own)
+
+    def compare(
+        self, table: Sequence[int], group: int, start: int, kv: Callable[..., Tensor], what: str
+    ) -> None:
+        """Fail unless the layers of a group have this KV."""
+        for index, name, impl, cache in attention_layers(self.paged):
+            if index == group:
+                values = kv(name, self.heads_of(name))
+                held, slots = self.slots(group, table, start, start + values.shape[1])
+                own = values[:, held][:, :, self.paged.heads[name]]
+                self.enqueue(_compare, impl, cache, slots, own, f"{what}, {name}")
+
+    def heads_of(self, name: str) -> int:
+        """The KV heads of a layer on all ranks."""
+        group = self.paged.groups[self.paged.group_of[name]]
+        return group.heads_of((*group.names, *group.drafts).index(name))
+
+    def check_null_block(self) -> None:
+        """Fail if anything was written to it."""
+        for name in self.caches:
+            self.enqueue(_is_empty, self.paged.block(name, NULL_BLOCK))
+
+    def gather_results(self, finished: set[str]) -> KVConnectorOutput:
+        """What vLLM collects of the connector in a step."""
+        connector = self.connector
+        moved = connector.get_transfer_results(finished)
+        return KVConnectorOutput(
+            finished_recving=moved.finished_recving,
+            finished_sending=moved.finished_sending,
+            failed_recving=moved.failed_recving,
+            invalid_block_ids=connector.get_block_ids_with_load_errors(),
+            kv_connector_stats=connector.get_kv_connector_stats(),
+            kv_connector_worker_meta=connector.build_connector_worker_meta(),
+        )
+
+    def drain(self) -> None:
+        """Wait for all stores."""
+        assert self.side.drain(PATIENCE) == 0
+
+    def close(self) -> None:
+        self.connector.shutdown()
+
+
+def _compare(impl: Any, cache: Tensor, slots: Tensor, right: Tensor, what: str) -> None:
+    held = impl.get(cache, slots).contiguous().view(torch.int16)
+    assert torch.equal(held, right.contiguous().view(torch.int16)), what
+
+
+def _is_empty(block: Tensor) -> None:
+    assert not block.any(), "the null block was written"
+
+
+def resolve_sizes(config: Any, caches: Any) -> tuple[int, int]:
+    """Return the tokens of a block and of a hash, and note in `caches` where vLLM's hits end."""
+    size, hash_size = resolve_kv_cache_block_sizes(caches, config)
+    caches.hash_block_size = hash_size
+    caches.cache_hit_alignment_tokens = resolve_cache_hit_alignment_tokens(
+        caches, config, size, hash_size
+    )
+    return size, hash_size
+
+
+def make_scheduler(config: Any, caches: Any) -> tuple[Any, Any]:
+    """Return vLLM's scheduler of an engine, and what hashes the blocks of its requests."""
+    size, hash_size = resolve_sizes(config, caches)
+    init_none_hash(sha256)
+    kind: Any = AsyncScheduler if config.scheduler_config.async_scheduling else Scheduler
+    scheduler = kind(
+        vllm_config=config,
+        kv_cache_config=caches,
+        structured_output_manager=_UNSTRUCTURED,
+        block_size=size,
+        hash_block_size=hash_size,
+    )
+    return scheduler, get_request_block_hasher(hash_size, sha256)
+
+
+#: Stands for vLLM's manager of structured outputs, of which there are none.
+_UNSTRUCTURED: Any = SimpleNamespace(
+    should_advance=lambda request: False,
+    accept_tokens=lambda request, tokens: True,
+    validate_tokens=lambda request, tokens: tokens,
+)
+
+
+class ScheduledRequests:
+    """What users of an engine do with vLLM's scheduler, and what it answers.
+
+    Parameters
+    ----------
+    config
+        From :func:`scheduler_config`.
+    caches : KVCacheConfig
+        That of the scheduler.
+    """
+
+    text: type[Text] = Text
+
+    def __init__(self, config: Any, caches: Any) -> None:
+        self.scheduler, self._hasher = make_scheduler(config, caches)
+        self.asynchronous = bool(config.scheduler_config.async_scheduling)
+        self.connector: Any = self.scheduler.connector
+        self.side: SchedulerSide = self.connector._scheduler
+        #: What the scheduler side has counted, also what vLLM has taken since.
+        self.counted = counted_by(self.side.counters)
+        #: Steps whose results vLLM does not have yet.
+        self.results: deque[tuple[Any, ModelRunnerOutput]] = deque()
+        self.texts: dict[str, Any] = {}
+        self.metas: list[StepMetadata] = []
+        self.answers: dict[str, list[int]] = {}
+        #: The connector's params of requests that ended.
+        self.params: dict[str, Any] = {}
+
+    def add(
+        self,
+        name: str,
+        prompt: Sequence[int],
+        answer: int = 2,
+        *,
+        transfer: object = None,
+        skips: bool = False,
+        **options: Any,
+    ) -> None:
+        """Add a request; `transfer` is its kv_transfer_params, `options` are vLLM's.
+
+        With `skips` it does not read vLLM's prefix cache.
+        """
+        self.answers.pop(name, None)
+        self.texts[name] = self.text(prompt, answer, repr(options.get("cache_salt")))
+        params = SamplingParams(
+            max_tokens=answer,
+            temperature=0.0,
+            ignore_eos=True,
+            extra_args=None if transfer is None else {"kv_transfer_params": transfer},
+            skip_reading_prefix_cache=skips,
+        )
+        request = Request(name, list(prompt), params, None, block_hasher=self._hasher, **options)
+        self.scheduler.add_request(request)
+
+    def abort(self, name: str) -> None:
+        self.scheduler.finish_requests([name], RequestStatus.FINISHED_ABORTED)
+
+    @property
+    def names(self) -> list[str]:
+        """The requests that have not ended, or keep blocks."""
+        return list(self.scheduler.requests)
+
+    @property
+    def free_blocks(self) -> int:
+        return int(self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
+
+    @property
+    def format(self) -> ObjectFormat:
+        return ObjectFormat(self.connector.namespace)
+
+    def chunks_of(self, tokens: Sequence[int]) -> list[Chunk]:
+        """The chunks of a prompt."""
+        fmt = self.format
+        return KeyChain(fmt.namespace.digest, fmt.chunk_size).extend(tokens)
+
+    def tail_of(self, tokens: Sequence[int]) -> Chunk | None:
+        """The tail of a prompt."""
+        chain = KeyChain(self.format.namespace.digest, self.format.chunk_size)
+        chain.extend(tokens)
+        return chain.tail()
+
+    def step(self) -> StepMetadata:
+        """One step of the engine."""
+        raise NotImplementedError
+
+    def finish(self) -> None:
+        """Step until all requests have ended, and compare their answers."""
+        for _ in while_patient():
+            if not self.scheduler.requests and not self.results:
+                break
+            self.step()
+        else:
+            raise AssertionError(f"requests do not end: {self.names}")
+        for name, tokens in self.answers.items():
+            text = self.texts[name]
+            assert tokens == text.tokens[text.prompt :][: len(tokens)]
+
+    def end(self) -> None:
+        """Abort what is left, and step until every block has been given back."""
+        for name in self.names:
+            self.abort(name)
+        for _ in while_patient():
+            if not self.scheduler.requests and not self.results:
+                break
+            self.step()
+        pool = self.scheduler.kv_cache_manager.block_pool
+        assert self.free_blocks == pool.num_gpu_blocks - 1, "blocks are not given back"
+
+    def known(self, name: str) -> int:
+        """Tokens of a request, with those that the scheduler has not been told of."""
+        known: int = self.scheduler.requests[name].num_tokens
+        for _, answer in self.results:
+            if name in answer.req_id_to_index:
+                known += len(answer.sampled_token_ids[answer.req_id_to_index[name]])
+        return known
+
+    def take_result(self) -> ModelRunnerOutput:
+        """Give vLLM the results of the oldest step of which it has none."""
+        output, result = self.results.popleft()
+        for outputs in self.scheduler.update_from_output(output, result).values():
+            for request in outputs.outputs:
+                name = request.request_id
+                self.answers.setdefault(name, []).extend(request.new_token_ids)
+                if request.finish_reason is not None:
+                    self.params[name] = request.kv_transfer_params
+        return result
+
+
+class EngineModel(ScheduledRequests):
+    """An engine.
+
+    Parameters
+    ----------
+    shelf : str
+        The URL of the shelf.
+    groups : sequence of Layers
+        The KV cache groups of the model.
+    runner : str
+        One of :data:`RUNNERS`.
+    form : str
+        The layout of the caches, see :class:`Writing`; no device has one that is packed.
+    blocks : int
+        Blocks of the cache, the null block included.
+    budget, requests : int
+        Most tokens and most requests of a step.
+    asynchronous : bool
+        vLLM schedules a step before it has the results of the last.
+    prefix_caching : bool
+        Keep blocks of finished requests for others.
+    tensor_parallel, prefill_context, decode_context, interleave : int
+        The engine's parallelism, as vLLM's options.
+    lora : dict
+        What the connector reads of a ``LoRAConfig``.
+    room : int, optional
+        Tokens for whose chunks a device has buffers; a budget where it is not given.
+    seed : int
+        Decides in which order a device does its work.
+    role : str
+        vLLM's ``kv_role``.
+    on : str
+        The kind of device that vLLM has been told of.
+    **options
+        kvshelf's configuration.
+    """
+
+    def __init__(
+        self,
+        shelf: str,
+        groups: Sequence[Layers] = PLAIN,
+        *,
+        runner: str = "V1",
+        form: str = "vec",
+        blocks: int = 64,
+        budget: int = 1000,
+        requests: int = 100,
+        asynchronous: bool = False,
+        prefix_caching: bool = True,
+        tensor_parallel: int = 1,
+        prefill_context: int = 1,
+        decode_context: int = 1,
+        interleave: int = 1,
+        lora: Mapping[str, Any] | None = None,
+        room: int | None = None,
+        seed: int = 0,
+        role: str = "kv_both",
+        on: str = "cpu",
+        **options: Any,
+    ) -> None:
+        self.groups = groups
+        self.runner = _ORDERS[runner.partition(" on ")[0]]
+        #: The device that runs what the engine enqueues, if it is apart from the host.
+        self.device = SimulatedStreams(seed) if runner.endswith("on a device") else None
+        if self.device is not None:
+            form = "HND"
+        self.unit = [group.block_size * decode_context for group in groups]
+        ranks = tensor_parallel * prefill_context
+        most = max(heads for group in groups for heads in group.heads)
+        self.config = scheduler_config(
+            model_config(get_total_num_kv_heads=lambda: most, max_model_len=16384),
+            block_size=min(group.block_size for group in groups if group.kind != "ring"),
+            blocks=blocks,
+            budget=budget,
+            requests=requests,
+            asynchronous=asynchronous,
+            prefix_caching=prefix_caching,
+            second_runner=runner.startswith("V2"),
+            kv_transfer_config=transfer_config(shelf, role, **options),
+            lora_config=None if lora is None else SimpleNamespace(**{"max_loras": 9} | lora),
+        )
+        self.config.device_config = SimpleNamespace(device_type=on)
+        for name, value in {
+            "world_size": ranks,
+            "tensor_parallel_size": tensor_parallel,
+            "prefill_context_parallel_size": prefill_context,
+            "decode_context_parallel_size": decode_context,
+            "cp_kv_cache_interleave_size": interleave,
+        }.items():
+            setattr(self.config.parallel_config, name, value)
+        self.ranks = []
+        for number in range(ranks):
+            copy, rank = divmod(number, tensor_parallel)
+            caches = PagedCaches(
+                groups, blocks, form, rank=rank, ranks=tensor_parallel, seed=seed + number
+            )
+            config = caches.rank_config(self.config, rank=number)
+            if room is not None:
+                config.scheduler_config = SimpleNamespace(max_num_batched_tokens=room)
+            place = (rank * prefill_context + copy) % decode_context
+            shared = place, decode_context, interleave
+            self.ranks.append(Rank(config, caches, number, self.device, shared))
+        # As the engine core: of layers that differ, the scheduler sees one.
+        merged = generate_scheduler_kv_cache_config([self.ranks[0].paged.config])
+        super().__init__(self.config, merged)
+        self._aggregator = KVOutputAggregator(ranks)
+        self.adapters: dict[str, Any] = {}
+        #: For each block, how the KV of each of its tokens came about.
+        self._origins: dict[int, list[Origin]] = {}
+        #: The loads that were planned, by number, and the weights at that time.
+        self.loads: dict[int, LoadOp] = {}
+        self._begun: list[LoadOp] = []
+        #: Requests of which a load failed.
+        self.failed: set[str] = set()
+        #: Tokens that each step computed of each request.
+        self.written: list[tuple[str, int, int]] = []
+        self.steps = 0
+        self.forward_error: Exception | None = None
+        #: Reached when vLLM has the output of the last step.
+        self.output: SimulatedEvent | None = None
+        #: What the workers said in the last step, and what of it the scheduler gets in this one.
+        self.reported: Any = None
+        self.deliver: Callable[[Any], Sequence[Any]] = lambda report: [report]
+
+    # What users do
+
+    def add(self, name: str, prompt: Sequence[int], answer: int = 2, **options: Any) -> None:
+        """Add a request, with an adapter in its ``lora_request``."""
+        self.adapters[name] = options.get("lora_request")
+        super().add(name, prompt, answer, **options)
+
+    def preempt(self, name: str) -> None:
+        """Preempt a request that runs, as vLLM does where another one needs its blocks."""
+        request = self.scheduler.requests[name]
+        if request.status == RequestStatus.RUNNING and not self.results:
+            self.scheduler.running.remove(request)
+            self.scheduler._preempt_request(request, time.monotonic(), drop_stale_output=True)
+            self.scheduler.prev_step_scheduled_req_ids.discard(name)
+
+    def load_weights(self, weights: float) -> None:
+        """Load other weights in all ranks."""
+        for rank in self.ranks:
+            rank.model.load_weights(weights)
+
+    def write_weights(self, weights: float) -> None:
+        """Change weights where no hook sees it."""
+        for rank in self.ranks:
+            rank.model.weight.data.fill_(weights)
+
+    def reset(self, *, running: bool = False, connector: bool = True) -> bool:
+        """Reset vLLM's prefix cache, and what the connector knows."""
+        # vLLM fails where requests that do not run have blocks, or steps are in flight.
+        get_blocks = self.scheduler.kv_cache_manager.get_block_ids
+        others = self.scheduler.requests.keys() - {one.request_id for one in self.scheduler.running}
+        held = self.results or any(any(get_blocks(name)) for name in others)
+        reset = self.scheduler.reset_prefix_cache(running and not held, reset_connector=connector)
+        return bool(reset)
+
+    def forget(self) -> None:
+        """Forget vLLM's cached prefixes, of which nobody reads any."""
+        assert self.scheduler.kv_cache_manager.reset_prefix_cache()
+
+    # What tests ask
+
+    @property
+    def worker(self) -> Rank:
+        """The first rank."""
+        return self.ranks[0]
+
+    def is_loading(self, name: str) -> bool:
+        """Whether a request waits for its load."""
+        request = self.scheduler.requests.get(name)
+        return request is not None and request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
+
+    def loads_of(self, name: str) -> list[LoadOp]:
+        """The loads of a request."""
+        return [op for op in self.loads.values() if op.request_id == name]
+
+    def loaded(self, name: str) -> int:
+        """The tokens that the shelf had for a request."""
+        return sum(op.end - op.start for op in self.loads_of(name)[-1:])
+
+    def computed(self, name: str) -> int:
+        """The tokens that were computed of a request, its answer included."""
+        return sum(end - start for request, start, end in self.written if request == name)
+
+    def drain(self) -> None:
+        """Wait for all stores."""
+        for rank in self.ranks:
+            rank.drain()
+
+    # Steps
+
+    def run(self, *prompts: Sequence[int], answer: int = 2, **options: Any) -> list[int]:
+        """Run requests to their ends; return the tokens that the shelf had for each."""
+        names = [f"{self.steps}-{number}" for number in range(len(prompts))]
+        for name, tokens in zip(names, prompts, strict=True):
+            self.add(name, tokens, answer, **options)
+        self.finish()
+        self.drain()
+        return [self.loaded(name) for name in names]
+
+    def close(self) -> None:
+        """End the engine."""
+        self.end()
+        self.shut_down()
+
+    def shut_down(self) -> None:
+        """Stop the threads, whatever is left."""
+        for rank in self.ranks:
+            rank.close()
+        self.connector.shutdown()
+        if self.device is not None:
+            self.device.close()
+
+    def __enter__(self) -> EngineModel:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.end()
+        self.shut_down()
+
+    def step(self) -> StepMetadata:
+        """One step of the engine."""
+        self.steps += 1
+        output = self.scheduler.schedule()
+        meta = output.kv_connector_metadata
+        assert isinstance(meta, StepMetadata)
+        self.metas.append(meta)
+        self._note_loads(meta)
+        get_blocks = self.scheduler.kv_cache_manager.get_block_ids
+        tables = {name: get_blocks(name) for name in output.num_scheduled_tokens}
+        computed = self._computed(output)
+        for copy in output.kv_cache_block_copies or ():
+            self._origins[copy.dst_block_id] = list(self._origins[copy.src_block_id])
+        for name in output.num_scheduled_tokens:
+            for rank in self.ranks:
+                rank.adapters.use(self.adapters[name])
+        origins = {}
+        for name, start, end in computed:
+            # A request may read what one before it computes in the same step.
+            origins[name] = self._new_origin(name, tables[name], start)
+            self._set_origins(tables[name], start, end, origins[name])
+
+        def forward(rank: Rank) -> None:
+            if self.forward_error is not None and computed:
+                raise self.forward_error
+            for name, start, end in computed:
+                kv = partial(self.texts[name].kv, origins[name], start, end)
+                for group, table in enumerate(tables[name]):
+                    rank.write(table, group, start, kv)
+            for name, start, _ in computed:
+                self._compare(rank, name, tables[name], 0, start)
+            rank.check_null_block()
+
+        results = []
+        for rank in self.ranks:
+            self._fill_new_blocks(rank, output, computed, tables)
+            results.append(self._execute(rank, output, meta, partial(forward, rank)))
+        self.written += computed
+        if Simulation.current is not None:
+            # As long as a model computes, other threads run.
+            time.sleep(STEP_SECONDS)
+        self._collect(output, results)
+        return meta
+
+    def _computed(self, output: Any) -> list[tuple[str, int, int]]:
+        """The tokens of each request that a step computes."""
+        cached = output.scheduled_cached_reqs
+        begins = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+        begins.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        counts = output.num_scheduled_tokens.items()
+        return [(name, begins[name], begins[name] + count) for name, count in counts]
+
+    def _execute(
+        self, rank: Rank, output: Any, meta: StepMetadata, compute: Callable[[], None]
+    ) -> KVConnectorOutput:
+        """Make the calls of a step in one rank."""
+        connector, result = rank.connector, KVConnectorOutput()
+        connector.bind_connector_metadata(pickle.loads(pickle.dumps(meta)))
+
+        def forward() -> None:
+            compute()
+            for name, cache in rank.caches.items():
+                connector.wait_for_layer_load(name)
+                connector.save_kv_layer(name, cache, None)
+
+        def gather() -> None:
+            nonlocal result
+            result = rank.gather_results(output.finished_req_ids)
+
+        calls: Mapping[str, Callable[[], object]] = {
+            "forward": forward,
+            "finish": connector.finish_forward,
+            "output": self._note_output,
+            "draft": lambda: None,
+            "loads": lambda: connector.start_load_kv(None),
+            "save": connector.wait_for_save,
+            "results": gather,
+        }
+        try:
+            for call in self.runner.calls:
+                calls[call]()
+        except Exception:
+            for call in self.runner.after_error:
+                calls[call]()
+            raise
+        connector.clear_connector_metadata()
+        result = pickle.loads(pickle.dumps(result))
+        self._check_loaded(rank, result)
+        return result
+
+    def _note_output(self) -> None:
+        """Record the event at which vLLM has the step's output, and may free its blocks."""
+        if self.device is not None:
+            self.output = SimulatedEvent(self.device)
+            self.output.recorded = 1
+            self.device.put(self.device.engine, ("record", (self.output, 1)))
+
+    def _collect(self, output: Any, results: Sequence[KVConnectorOutput]) -> None:
+        """Give vLLM's scheduler the results of a step, or of the one before it."""
+        names = list(output.num_scheduled_tokens)
+        outputs: list[ModelRunnerOutput | None] = [
+            ModelRunnerOutput(
+                req_ids=names,
+                req_id_to_index={name: i for i, name in enumerate(names)},
+                sampled_token_ids=self._sample(output),
+                kv_connector_output=result,
+            )
+            for result in results
+        ]
+        answer = self._aggregator.aggregate(outputs)
+        assert answer is not None
+        connector_output = answer.kv_connector_output
+        assert connector_output is not None
+        assert NULL_BLOCK not in connector_output.invalid_block_ids
+        self.reported = connector_output.kv_connector_worker_meta
+        first, *others = [*self.deliver(self.reported), None]
+        connector_output.kv_connector_worker_meta = first
+        self.results.append((output, answer))
+        while len(self.results) > (self.asynchronous and output.total_num_scheduled_tokens > 0):
+            self.take_result()
+        for other in others:
+            self.connector.update_connector_output(
+                KVConnectorOutput(kv_connector_worker_meta=other)
+            )
+
+    def _sample(self, output: Any) -> list[list[int]]:
+        """The next token of each request whose tokens are all computed."""
+        sampled = []
+        for name, _, end in self._computed(output):
+            text = self.texts[name]
+            says = end >= self.known(name)
+            sampled.append([(text.tokens[end:] or [0])[0]] if says else [])
+        return sampled
+
+    # Contents
+
+    def _variant(self, name: str) -> Variant:
+        """What the KV of a request is computed with now."""
+        rank = self.ranks[0]
+        return float(rank.model.weight[0]), rank.adapters.content(self.adapters[name])
+
+    def _note_loads(self, meta: StepMetadata) -> None:
+        """Note the loads that begin with this step, and that they bring what is computed now."""
+        self._begun = [op for op in meta.loads if op.number not in self.loads]
+        for op in self._begun:
+            self.loads[op.number] = op
+            self._set_origins(op.block_ids, op.start, op.end, (self._variant(op.request_id),))
+
+    def _set_origins(
+        self, tables: Sequence[list[int]], start: int, end: int, origin: Origin
+    ) -> None:
+        for group, table in enumerate(tables):
+            unit = self.unit[group]
+            for number in range(start // unit, -(-end // unit)):
+                # An error may have kept the connector from learning of blocks.
+                if self.groups[group].kind == "ring" or not table[number : number + 1]:
+                    continue
+                if len(self._origins.get(table[number], ())) != unit:
+                    # The block was another group's.
+                    self._origins[table[number]] = [()] * unit
+                origins = self._origins[table[number]]
+                first, last = max(0, start - number * unit), min(unit, end - number * unit)
+                origins[first:last] = [origin] * (last - first)
+
+    def _new_origin(self, name: str, tables: Sequence[list[int]], start: int) -> Origin:
+        """How KV comes about that is computed behind `start` tokens."""
+        origin: Origin = ()
+        for group, table in enumerate(tables):
+            for before, _ in groupby(self._history(group, table, start)):
+                origin = before if before[: len(origin)] == origin else (*origin, *before)
+        variant = self._variant(name)
+        return origin if origin[-1:] == (variant,) else (*origin, variant)
+
+    def _history(self, group: int, table: Sequence[int], end: int) -> list[Origin]:
+        """How the KV of each token before `end` came about in a group."""
+        unit, history = self.unit[group], list[Origin]()
+        if self.groups[group].kind == "ring":
+            return history
+        for block in table[: -(-end // unit)]:
+            history += [()] * unit if block == NULL_BLOCK else self._origins[block]
+        return history[:end]
+
+    def _first_read(self, group: int, start: int) -> int:
+        """The first token that a token at `start` attends to."""
+        layers = self.groups[group]
+        if layers.kind == "local":
+            return start - start % (2 * layers.block_size)
+        if layers.kind == "window":
+            return max(0, start - layers.window + 1)
+        return 0
+
+    def _compare(
+        self, rank: Rank, name: str, tables: Sequence[list[int]], start: int, end: int
+    ) -> None:
+        """Fail unless a rank has the KV of the tokens before `end` that one at `end` reads."""
+        text = self.texts[name]
+        for group, table in enumerate(tables):
+            token = last = max(start, self._first_read(group, end))
+            unit = self.unit[group]
+            assert all(table[token // unit : -(-end // unit)]), "a block is not there"
+            for origin, run in groupby(self._history(group, table, end)[token:]):
+                token, last = last, last + len(list(run))
+                what = f"tokens {token} to {last} of {name}, group {group}, rank {rank.number}"
+                rank.compare(table, group, token, partial(text.kv, origin, token, last), what)
+
+    def _fill_new_blocks(
+        self,
+        rank: Rank,
+        output: Any,
+        computed: Sequence[tuple[str, int, int]],
+        tables: Mapping[str, tuple[list[int], ...]],
+    ) -> None:
+        """Copy blocks before the step begins; on a device also zero new ones, as runners do."""
+        for copy in output.kv_cache_block_copies or ():
+            for layer in rank.caches:
+                source = rank.paged.block(layer, copy.src_block_id)
+                rank.enqueue(rank.paged.block(layer, copy.dst_block_id).copy_, source)
+        if rank.device is None:
+            return
+        for name, start, end in computed:
+            for table, unit in zip(tables[name], self.unit, strict=True):
+                for block in table[-(-start // unit) : -(-end // unit)]:
+                    for layer in rank.caches:
+                        rank.enqueue(rank.paged.block(layer, block).zero_)
+        for op in self._begun:
+            for table, unit in zip(op.block_ids, self.unit, strict=True):
+                for block in {*table[op.start // unit : op.end // unit]} - {NULL_BLOCK}:
+                    for layer in rank.caches:
+                        rank.enqueue(rank.paged.block(layer, block).fill_, 9.0)
+
+    def _check_loaded(self, rank: Rank, result: KVConnectorOutput) -> None:
+        """Compare what loads have brought that ended in this step."""
+        bad = result.invalid_block_ids
+        for op in list(self.loads.values()):
+            name = op.request_id
+            if name not in (result.finished_recving or ()) or op is not self.loads_of(name)[-1]:
+                continue
+            if name in result.failed_recving or bad.intersection(*op.block_ids):
+                self.failed.add(name)
+                continue
+            if self.is_loading(name):
+                self._compare(rank, name, op.block_ids, op.start, op.end)
+
+
+#: Starts an engine.
+Start: TypeAlias = Callable[..., EngineModel]
+
+
+def make_adapter(folder: Path, text: str) -> Path:
+    """Write the files of a LoRA adapter; return their folder."""
+    folder.mkdir(exist_ok=True)
+    (folder / "adapter_config.json").write_text("{}")
+    (folder / "adapter_model.safetensors").write_text(text)
+    return folder
+
+
+def adapter(path: object, number: int = 1, **options: Any) -> SimpleNamespace:
+    """A LoRA request."""
+    values: Mapping[str, Any] = {"load_inplace": False, **options}
+    return SimpleNamespace(
+        **{"lora_name": f"adapter {number}", **values}, lora_int_id=number, lora_path=str(path)
+    )

@@ -1,0 +1,255 @@
+"""Whatever users, storages and trainers do: no block is wrong, and every request ends.
+
+Two engines share a shelf. Each compares all KV before it uses it, so that a sequence of calls that
+ends has neither loaded nor stored anything wrong.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    rule,
+    run_state_machine_as_test,
+)
+
+from kvshelf.errors import TransientStorageError
+from kvshelf.shelf.shelf import Shelf
+from kvshelf.tiers import tiered
+from tests.native.emulation import emulation, library_path
+from tests.sim.engine import RUNNERS, EngineModel
+from tests.sim.engine_caches import MODELS, PLAIN
+from tests.sim.storage import Fault, FaultyStorage, posix
+from tests.support.prompts import prompt
+
+# Built before the tests: none in simulated time may start a compiler.
+library_path()
+
+ASKED = {"do_remote_decode": True}
+#: Those that any size of blocks has, and last what caches of several groups have here.
+FORMS = "NHD", "HND", "2BNHD", "vec"
+OPERATIONS = "stat", "open", "read", "write", "folders", "info"
+TROUBLES = [*(f"{name} fails" for name in OPERATIONS), "read hangs", "write hangs"]
+CHANGES = ["loaded", *(f"written, reset {when}" for when in ("before", "behind", "before all"))]
+either = st.integers(0, 1)
+seeds = st.integers(0, 5)
+
+
+class EnginesOfOneShelf(RuleBasedStateMachine):
+    """Two engines with the same model, whose storage and weights change under them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stack = ExitStack()
+        folder = self.stack.enter_context(tempfile.TemporaryDirectory())
+        patch = self.stack.enter_context(pytest.MonkeyPatch.context())
+        self.backend = FaultyStorage(posix(Path(folder) / "shelf"))
+        patch.setattr(tiered, "open_shelf", lambda url, **_: Shelf(self.backend))
+        self.is_open = threading.Event()
+        self.engines: list[EngineModel] = []
+        self.starts: list[Callable[[], EngineModel]] = []
+        self.added = 0
+
+    @initialize(
+        runner=st.sampled_from([*RUNNERS, "V2 on a device"]),
+        native=st.booleans(),
+        model=st.sampled_from(["plain", "plain", "gemma", "two windows", "llama 4"]),
+        chunk_size=st.sampled_from([8, 6, 10, 3]),
+        layout=st.sampled_from(["auto", "canonical"]),
+        staging=st.sampled_from([1 << 20, 4 * 8192]),
+        memory=st.sampled_from([None, 1 << 20, 20 << 10]),
+        save_decode=st.booleans(),
+        data=st.data(),
+    )
+    def start(
+        self,
+        runner: str,
+        native: bool,
+        model: str,
+        chunk_size: int,
+        layout: str,
+        staging: int,
+        memory: int | None,
+        save_decode: bool,
+        data: Any,
+    ) -> None:
+        """Start both; of options that bound memory the smaller ones hold less than a step needs."""
+        # Chunks of a device move by the compiled library, or by torch.
+        by_library = native and runner.endswith("on a device")
+        self.stack.enter_context(emulation().in_use() if by_library else nullcontext())
+        plain = model == "plain"
+        for number in range(2):
+            groups = list(PLAIN if plain else MODELS[model])
+            if plain:
+                # Chunks straddle blocks.
+                size = data.draw(st.sampled_from([4, 5]), "block size")
+                groups = [replace(PLAIN[0], block_size=size)]
+            options = {
+                "groups": groups,
+                "runner": runner,
+                "chunk_size": chunk_size if plain else 16,
+                "layout": layout,
+                "staging_bytes": staging if plain else 1 << 20,
+                "memory": memory,
+                "save_decode": save_decode,
+                "interval": 2,
+                "handover_wait_s": 2,
+                "tensor_parallel": 1 if memory else data.draw(st.integers(1, 2), "ranks"),
+                "blocks": data.draw(st.integers(20, 40), "blocks") * (1 if plain else 2),
+                "budget": data.draw(st.integers(8, 40), "budget"),
+                "prefix_caching": data.draw(st.booleans(), "prefix caching") or not plain,
+                "room": data.draw(st.sampled_from([0, 1000]), "room"),
+                "form": data.draw(st.sampled_from(FORMS if plain else FORMS[-1:]), "form"),
+                "seed": number,
+            }
+            self.starts.append(lambda options=options: EngineModel(self.backend.url, **options))
+            self.engines.append(self.starts[-1]())
+
+    # ------------------------------------------------------------------------- users
+
+    @rule(
+        number=either,
+        seed=seeds,
+        length=st.integers(1, 40),
+        answer=st.integers(1, 16),
+        asks=st.booleans(),
+    )
+    def add(self, number: int, seed: int, length: int, answer: int, asks: bool) -> None:
+        """Add a request, or one that asks for a hand-over of its prompt."""
+        self.added += 1
+        self.engines[number].add(
+            f"r{self.added}",
+            prompt(40, seed, 16)[:length],
+            1 if asks else answer,
+            cache_salt="s" if seed == 5 else None,
+            transfer=ASKED if asks else None,
+        )
+
+    @rule(number=either, other=either, which=seeds)
+    def take_over(self, number: int, other: int, which: int) -> None:
+        """Add a request with what an engine has promised, which may come late or never."""
+        promised = sorted(name for name, params in self.engines[other].params.items() if params)
+        if promised:
+            name = promised[which % len(promised)]
+            text = self.engines[other].texts[name]
+            self.added += 1
+            self.engines[number].add(
+                f"r{self.added}",
+                text.tokens[: text.prompt],
+                2,
+                transfer=self.engines[other].params[name],
+            )
+
+    @rule(number=either, count=st.integers(1, 12))
+    def step(self, number: int, count: int) -> None:
+        for _ in range(count):
+            self.engines[number].step()
+
+    @rule(number=either, seed=st.integers(0, 2))
+    def serve(self, number: int, seed: int) -> None:
+        """Serve all requests of an engine and one more, for which the other engine is asked too."""
+        self.heal()
+        self.add(number, seed, 40, 2, asks=False)
+        self.engines[number].finish()
+        self.engines[number].drain()
+        self.add(1 - number, seed, 40, 8, asks=False)
+        self.step(1 - number, 3)
+
+    @rule(number=either, action=st.sampled_from(["abort", "preempt"]), which=seeds)
+    def interrupt(self, number: int, action: str, which: int) -> None:
+        engine = self.engines[number]
+        if engine.names:
+            getattr(engine, action)(sorted(engine.names)[which % len(engine.names)])
+
+    @rule(number=either)
+    def restart(self, number: int) -> None:
+        """End an engine, and start another one in its place."""
+        self.engines[number].close()
+        self.engines[number] = self.starts[number]()
+
+    # ------------------------------------------------------------------------- the storage
+
+    @rule(trouble=st.sampled_from(TROUBLES))
+    def trouble(self, trouble: str) -> None:
+        """Have a few calls fail, or hang until the storage is healed."""
+        operation, _, what = trouble.partition(" ")
+        if what == "hangs":
+            self.is_open.clear()
+            self.backend.add(Fault(operation, "*.safetensors", wait=self.is_open, times=5))
+        else:
+            error = TransientStorageError(5, "EIO")
+            self.backend.add(Fault(operation, error=error, times=5))
+
+    def heal(self) -> None:
+        self.backend.heal()
+        self.is_open.set()
+
+    @rule(which=st.integers(0, 99), how=st.sampled_from(["vanishes", "is cut", "is damaged"]))
+    def lose(self, which: int, how: str) -> None:
+        """Take an object away, or a part of it, or change a byte."""
+        paths = sorted(Path(self.backend.url).rglob("*.safetensors"))
+        if not paths:
+            return
+        path = paths[which % len(paths)]
+        data = bytearray(path.read_bytes())
+        if how == "vanishes" or not data:
+            path.unlink()
+        elif how == "is cut":
+            path.write_bytes(data[: which * 7 % len(data)])
+        else:
+            data[which * 7 % len(data)] ^= 1
+            path.write_bytes(data)
+
+    # ------------------------------------------------------------------------- the weights
+
+    @rule(number=either, weights=st.integers(0, 2), how=st.sampled_from(CHANGES))
+    def change_weights(self, number: int, weights: int, how: str) -> None:
+        """Of weights that are written no hook tells, but a reset before the next step."""
+        engine = self.engines[number]
+        if how == "loaded":
+            engine.load_weights(weights)
+            return
+        if "before" in how:
+            engine.reset(running="all" in how)
+        engine.write_weights(weights)
+        if "behind" in how:
+            engine.reset(running="all" in how)
+
+    def teardown(self) -> None:
+        """All requests end, every block is given back, and all that is stored is right."""
+        with self.stack:
+            self.heal()
+            try:
+                for engine in self.engines:
+                    engine.finish()
+                    engine.end()
+                    engine.drain()
+                    assert not engine.side.requests
+                # It compares all that it loads.
+                self.engines.append(self.starts[0]())
+                self.engines[-1].run(*(prompt(40, seed, 16) for seed in range(3)))
+                self.engines[-1].end()
+            finally:
+                for engine in self.engines:
+                    engine.shut_down()
+
+
+@pytest.mark.long
+def test_engines_of_one_shelf_whatever_happens_use_no_wrong_block() -> None:
+    run_state_machine_as_test(
+        EnginesOfOneShelf, settings=settings(max_examples=30, stateful_step_count=40)
+    )
