@@ -408,6 +408,11 @@ class ScheduledEngine(ScheduledRequests):
             self._name_chunks(text)
         return namespace
 
+    @property
+    def format(self) -> ObjectFormat:
+        # A namespace that has just been made is not the connector's yet.
+        return self.fmt
+
     def _name_chunks(self, text: Text) -> None:
         chunks = self.chunks_of(text.tokens)
         tail = self.tail_of(text.tokens[: text.prompt])
