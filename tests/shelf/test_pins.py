@@ -65,12 +65,6 @@ def test_an_expired_pin_covers_nothing_and_is_still_listed(backend: Backend) -> 
     assert expired.all["old"].until == 1000.0
 
 
-def test_no_pins_cover_nothing(backend: Backend) -> None:
-    pins = Pins.load(backend)
-    assert not pins
-    assert not pins.covers(ONE, "_", key(1))
-
-
 _few_keys = st.lists(
     st.sampled_from([bytes(32), b"\1" + bytes(31), bytes(31) + b"\1", b"\xff" * 32, key(1)]),
     max_size=6,
@@ -290,23 +284,6 @@ def test_a_storage_that_does_not_answer_is_no_shelf_without_pins(backend: Backen
     faulty = FaultyStorage(backend, Fault("open", error=TransientStorageError("EIO")))
     with pytest.raises(TransientStorageError):
         Pins.load(faulty)
-
-
-def test_a_pin_is_added_once_unless_it_is_to_be_replaced(backend: Backend) -> None:
-    assert Pins.add(backend, "a", Pin(namespace=ONE))
-    assert not Pins.add(backend, "a", Pin(namespace=TWO))
-    assert Pins.load(backend).all["a"].namespace == ONE
-    assert Pins.add(backend, "a", Pin(namespace=TWO), replace=True)
-    assert Pins.load(backend).all["a"].namespace == TWO
-
-
-def test_a_pin_is_removed_readable_or_not(backend: Backend) -> None:
-    Pins.add(backend, "a", Pin(namespace=ONE))
-    write(backend, "b", b"torn")
-    assert Pins.remove(backend, "a")
-    assert Pins.remove(backend, "b")
-    assert not Pins.remove(backend, "a")
-    assert not Pins.load(backend).unreadable
 
 
 @pytest.mark.parametrize("name", ["", "../a", "a/b", ".a", "-a", "ä", "a" * 65, "a\n"])

@@ -202,19 +202,6 @@ def over(opened: Callable[[], Backend]) -> Iterator[Rig]:
     other.close()
 
 
-@pytest.mark.parametrize(
-    "pieces", [full(3), all_kinds(2), with_tail()], ids=["full", "all", "tail"]
-)
-def test_pieces_are_seen_as_they_come(over: Rig, pieces: list[Piece]) -> None:
-    wait = over.submit(pieces)
-    for number, piece in enumerate(pieces):
-        assert (wait.seen, wait.ended) == (number, False)
-        over.put(piece)
-        until(lambda number=number: wait.seen == number + 1)  # type: ignore[misc]
-    assert wait.complete and not wait.gave_up
-    assert not over.service._waits
-
-
 def test_pieces_win_over_a_marker(over: Rig) -> None:
     """Also where they come while it is looked for."""
     pieces, gate, looks = all_kinds(2), threading.Event(), threading.Event()
