@@ -54,17 +54,6 @@ def test_stores_that_a_bound_leaves_no_room_for_are_dropped_not_failed(
         assert (report.dropped, report.failed, report.published) == (report.chunks, 0, 0)
 
 
-def test_what_is_above_the_bound_is_deleted_and_the_beginning_stays(tmp_path: Path) -> None:
-    with opened(tmp_path) as cache:
-        put(cache, TOKENS)
-    before = objects(tmp_path)
-    most = sum(path.stat().st_size for path in before) // 2
-    with opened(tmp_path, max_bytes=most) as cache:
-        until(lambda: cache.counters.snapshot().get("shelf_evicted_objects", 0) > 0)
-        assert 0 < len(objects(tmp_path)) < len(before)
-        assert cache.lookup(TOKENS) >= CHUNK
-
-
 def test_small_bound_is_used(tmp_path: Path) -> None:
     """What has no room waits for the next visit: prompts of twelve chunks, a bound of eighty."""
     with opened(tmp_path) as cache:
@@ -78,11 +67,3 @@ def test_small_bound_is_used(tmp_path: Path) -> None:
             held = sum(path.stat().st_size for path in objects(tmp_path))
             assert min(0.85 * 80, 12 * number) * nbytes <= held <= 80 * nbytes
         assert "dropped_chunks_no_room" not in cache.counters.snapshot()
-
-
-def test_without_a_bound_nothing_is_deleted(tmp_path: Path) -> None:
-    with opened(tmp_path) as cache:
-        put(cache, TOKENS)
-        until(lambda: "storage_free_bytes" in cache.counters.gauges())
-        before = objects(tmp_path)
-    assert objects(tmp_path) == before

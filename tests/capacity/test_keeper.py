@@ -882,23 +882,6 @@ def test_tails_of_hand_overs_go_within_their_second_hour_on_s3(
     assert fleet.chunks() == 0
 
 
-@pytest.mark.long
-def test_a_tenth_of_the_folders_unreadable_and_the_rest_is_bounded(fleet: Fleet) -> None:
-    down = TransientStorageError(errno.EIO, "bad block", "x")
-    bad = {f"/{fan:02x}" for fan in range(0, FANS, 10)}
-    fleet.storage.fail = lambda operation, name: (
-        down if operation == "list" and name[-3:] in bad else None
-    )
-    fleet.add(20.0, max_bytes=1000 * MIB)
-    fleet.run(200)
-    inside = sum(
-        len(entries)
-        for folder, entries in fleet.storage._tree.items()
-        if folder[-3:] in bad and len(folder) > 20
-    )
-    assert fleet.storage.nbytes - inside * MIB <= 1000 * MIB
-
-
 def test_a_listing_that_fails_in_its_midst_is_that_of_another_visit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
