@@ -93,11 +93,6 @@ def test_ls_skips_foreign_files_and_says_what_is_wrong_with_a_namespace(shelf: P
     assert run("ls", shelf).stdout.splitlines()[2].split()[:4] == ["0", "0", "B", "0%"]
 
 
-def test_the_configured_shelf_is_the_default(unchanged: Path) -> None:
-    (row,) = lines(run("ls", "--json", env={"KVSHELF_SHARED_STORAGE_PATH": str(unchanged)}))
-    assert row["namespaces"][0]["namespace"] == namespace().folder
-
-
 S3 = "s3://bucket/kv"
 
 
