@@ -87,21 +87,17 @@ def operation(parts: dict[int, int]) -> tuple[Operation, list[list[int]]]:
     return Operation("a", 0.0, parts, lambda one: ends.append(one.failed)), ends
 
 
-def test_an_operation_ends_with_its_last_part() -> None:
+@pytest.mark.parametrize(
+    ("works", "failed"), [("yyy", []), ("yyn", [0]), ("nyy", [0]), ("yny", [1]), ("nnn", [0, 1])]
+)
+def test_operation_ends_with_its_last_part_and_names_the_chunks_of_failed_parts(
+    works: str, failed: list[int]
+) -> None:
     one, ends = operation({0: 2, 1: 1})
-    one.part_ended(0, True)
-    one.part_ended(1, True)
-    assert not ends
-    one.part_ended(0, True)
-    assert ends == [[]]
-
-
-def test_a_chunk_fails_with_one_of_its_parts() -> None:
-    one, ends = operation({0: 2, 1: 1})
-    one.part_ended(0, True)
-    one.part_ended(0, False)
-    one.part_ended(1, True)
-    assert ends == [[0]]
+    for chunk, answer in zip((0, 1, 0), works, strict=True):
+        assert not ends
+        one.part_ended(chunk, answer == "y")
+    assert ends == [failed]
 
 
 def test_an_operation_does_not_end_while_memory_is_accessed() -> None:
