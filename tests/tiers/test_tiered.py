@@ -223,20 +223,6 @@ def test_what_is_stored_is_in_the_tier_while_the_shelf_is_away(
     faulty.heal()
 
 
-def test_a_prompt_of_which_a_part_is_near_is_loaded_from_both(
-    remote: FaultyStorage, start: Callable[..., Machine]
-) -> None:
-    chunks = make_chunks(FMT, 6)
-    start(remote, "other tier").put(chunks)
-    machine = start(remote)
-    assert machine.load(chunks[:3])
-    remote.counts.clear()
-    assert machine.hit(tokens_of(0, 6)) == 6
-    assert machine.load(chunks)
-    assert remote.counts["open"] == 6
-    assert machine.count("disk_tier_loaded_objects") == 6
-
-
 def test_what_the_shelf_does_not_take_is_not_stored(
     remote: FaultyStorage, start: Callable[..., Machine], tmp_path: Path
 ) -> None:
@@ -367,19 +353,6 @@ def test_a_bad_copy_is_dropped_and_the_load_goes_on(
     remote.counts.clear()
     assert machine.load(chunks)
     assert remote.counts["open"] == 0
-
-
-def test_a_bad_copy_of_what_the_shelf_lost_is_a_miss(
-    remote: FaultyStorage, start: Callable[..., Machine], tmp_path: Path
-) -> None:
-    machine = start(remote)
-    chunks = make_chunks(FMT, 2)
-    machine.put(chunks)
-    copy_of(tmp_path / "remote", chunks[1], 0).unlink()
-    copy = copy_of(tmp_path / "tier", chunks[1], 0)
-    copy.write_bytes(bytes(copy.stat().st_size))
-    assert not machine.load(chunks)
-    assert not copy.exists()
 
 
 def test_a_bad_object_of_the_shelf_does_not_get_into_the_tier(
