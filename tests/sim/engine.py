@@ -2,12 +2,14 @@
 
 An :class:`EngineModel` has vLLM's own ``Scheduler``, with the scheduler's half of the connector
 inside, and a worker's half for each rank, over caches of any layout. Each step makes the calls of
-one of vLLM's runners, in an order that is data (:data:`RUNNERS`). Its forward pass writes KV that
-is a function of all tokens so far, of the weights and of the adapter that each was computed with.
+one of vLLM's runners, in an order that is data (:data:`_ORDERS`). Its forward pass writes KV that
+is a function of all tokens so far, of the salt, of the weights and of the adapter that each was
+computed with.
 
-Before a step it compares all KV that the step reads, in every rank and layer; after a load, all
-that was loaded; at its end every block has been given back. So "it ran" means "no wrong KV was
-loaded, and none was used".
+The forward pass compares all KV that the step reads, in every rank and layer. When a load has
+ended, the engine compares what its next token reads of it. When the engine ends, every block has
+been given back. So "it ran" means "no wrong KV was loaded, and none was used". A group of kind
+"ring" has one block a request, which tokens overwrite in turn: its content is not compared.
 """
 
 from __future__ import annotations
@@ -72,13 +74,13 @@ with warnings.catch_warnings():
 
 
 class Runner(NamedTuple):
-    """A model runner of vLLM: its calls in a step, and those it makes though the model failed."""
+    """A model runner of vLLM: its calls in a step, and those it makes after a call has raised."""
 
     calls: tuple[str, ...]
     after_error: tuple[str, ...] = ()
 
 
-#: The second runner as vLLM 0.33 has it: with drafts it collects results before it saves.
+#: vLLM's second runner (V2) with drafts, on a device: it collects results before it saves.
 DRAFTING = "V2 speculative on a device"
 _ORDERS = {
     "V1": Runner(("forward", "loads", "save", "results", "output"), ("loads", "save", "results")),
@@ -88,14 +90,15 @@ _ORDERS = {
     "V2": Runner(("forward", "finish", "output", "loads", "save", "results")),
     "V2 speculative": Runner(("forward", "finish", "output", "draft", "loads", "results", "save")),
 }
-#: The order of a runner's calls, and whether its caches are on a device that runs behind.
+#: What tests run: a key of `_ORDERS`, with " on a device" where the caches are on one that runs
+#: behind the host.
 RUNNERS = ["V1", "V1 speculative", "V2", "V1 on a device", DRAFTING]
 #: Simulated time that a step takes.
 STEP_SECONDS = 0.002
 
 #: The weights and the content of the adapter with which KV is computed.
 Variant: TypeAlias = tuple[float, str]
-#: With what a token's KV, and that of the tokens before it, was computed, in order.
+#: The variants with which a token's KV and the tokens before it were computed, the first one first.
 Origin: TypeAlias = tuple[Variant, ...]
 
 
@@ -120,7 +123,7 @@ class Text:
                 self.tokens.append(int.from_bytes(digests[-1][:4], "little") % 900)
             token = self.tokens[position].to_bytes(4, "little")
             digests.append(hashlib.sha256(digests[-1] + token).digest())
-        #: Of the tokens before each position.
+        #: At place i the digest of the identity and the first i tokens.
         self.digests = digests
         self._streams: dict[tuple[str, Origin, int], Tensor] = {}
 
@@ -133,7 +136,7 @@ class Text:
             stream = b"".join(
                 hashlib.shake_128(name + digest).digest(count) for digest in self.digests[1:]
             )
-            # No number that is none.
+            # Without this bit no value is infinite or NaN.
             values = np.frombuffer(stream, np.uint16) & 0xBFFF
             rows = torch.from_numpy(values.view(np.int16).copy()).view(torch.bfloat16)
             self._streams[key] = rows.view(-1, 2, heads, SIZE).movedim(1, 0)
@@ -163,7 +166,7 @@ class Adapters:
         return file.read_text() if file.exists() else str(file)
 
     def use(self, adapter: Any) -> None:
-        """Load an adapter as a step does that computes with it, or as an API server says."""
+        """Load an adapter, unless it is loaded: vLLM does so before a step computes with it."""
         if adapter is None:
             return
         number = adapter.lora_int_id
@@ -178,7 +181,7 @@ class Adapters:
 
 
 def counted_by(counters: Counters) -> Counter[str]:
-    """What is counted from now on, also what vLLM takes meanwhile."""
+    """Return the sums of all counts from now on; vLLM resets `counters` when it reads them."""
     counted: Counter[str] = Counter()
     count = counters.add
 
@@ -202,7 +205,8 @@ class Rank:
     device : SimulatedStreams, optional
         The device that has the caches.
     place : tuple of int
-        Which of how many ranks that share the tokens of each block, and how many tokens in turn.
+        Decode context parallelism: the place of this rank among those that share the tokens of each
+        block, their number, and how many tokens each has in turn.
     """
 
     def __init__(
@@ -252,7 +256,7 @@ class Rank:
     def slots(
         self, group: int, table: Sequence[int], start: int, end: int
     ) -> tuple[Tensor, Tensor]:
-        """The tokens of ``[start, end)`` that this rank holds, from 0, and their slots."""
+        """The places in ``[start, end)`` of the tokens that this rank holds, and their slots."""
         layers = self.paged.groups[group]
         if layers.kind == "ring":
             positions = torch.arange(start, end)
@@ -287,7 +291,7 @@ class Rank:
         return group.heads_of((*group.names, *group.drafts).index(name))
 
     def check_null_block(self) -> None:
-        """Fail if anything was written to it."""
+        """Fail if anything but zeros was written to the null block."""
         for name in self.caches:
             self.enqueue(_is_empty, self.paged.block(name, NULL_BLOCK))
 
@@ -322,7 +326,7 @@ def _is_empty(block: Tensor) -> None:
 
 
 def resolve_sizes(config: Any, caches: Any) -> tuple[int, int]:
-    """Return the tokens of a block and of a hash, and note in `caches` where vLLM's hits end."""
+    """Return the tokens of a block and of a hash, and set what vLLM derives of them in `caches`."""
     size, hash_size = resolve_kv_cache_block_sizes(caches, config)
     caches.hash_block_size = hash_size
     caches.cache_hit_alignment_tokens = resolve_cache_hit_alignment_tokens(
@@ -494,7 +498,7 @@ class EngineModel(ScheduledRequests):
     runner : str
         One of :data:`RUNNERS`.
     form : str
-        The layout of the caches, see :class:`Writing`; no device has one that is packed.
+        The layout of the caches, one of :data:`FORMS`; "HND" whatever it is on a device.
     blocks : int
         Blocks of the cache, the null block included.
     budget, requests : int
@@ -508,7 +512,8 @@ class EngineModel(ScheduledRequests):
     lora : dict
         What the connector reads of a ``LoRAConfig``.
     room : int, optional
-        Tokens for whose chunks a device has buffers; a budget where it is not given.
+        The most tokens of a step as workers see it, by which they size their buffers on a device;
+        default: `budget`.
     seed : int
         Decides in which order a device does its work.
     role : str
@@ -584,14 +589,14 @@ class EngineModel(ScheduledRequests):
             place = (rank * prefill_context + copy) % decode_context
             shared = place, decode_context, interleave
             self.ranks.append(Rank(config, caches, number, self.device, shared))
-        # As the engine core: of layers that differ, the scheduler sees one.
+        # As vLLM's engine core does: where layers of a group differ, the scheduler sees one spec.
         merged = generate_scheduler_kv_cache_config([self.ranks[0].paged.config])
         super().__init__(self.config, merged)
         self._aggregator = KVOutputAggregator(ranks)
         self.adapters: dict[str, Any] = {}
         #: For each block, how the KV of each of its tokens came about.
         self._origins: dict[int, list[Origin]] = {}
-        #: The loads that were planned, by number, and the weights at that time.
+        #: The loads that were planned, by number.
         self.loads: dict[int, LoadOp] = {}
         self._begun: list[LoadOp] = []
         #: Requests of which a load failed.
@@ -600,9 +605,10 @@ class EngineModel(ScheduledRequests):
         self.written: list[tuple[str, int, int]] = []
         self.steps = 0
         self.forward_error: Exception | None = None
-        #: Reached when vLLM has the output of the last step.
+        #: On a device: an event that it reaches when vLLM has the output of the newest step.
         self.output: SimulatedEvent | None = None
-        #: What the workers said in the last step, and what of it the scheduler gets in this one.
+        #: What the workers reported in the newest step, and which reports the scheduler gets for
+        #: it: a test may drop, delay, split or repeat them.
         self.reported: Any = None
         self.deliver: Callable[[Any], Sequence[Any]] = lambda report: [report]
 
@@ -614,7 +620,10 @@ class EngineModel(ScheduledRequests):
         super().add(name, prompt, answer, **options)
 
     def preempt(self, name: str) -> None:
-        """Preempt a request that runs, as vLLM does where another one needs its blocks."""
+        """Preempt a request as vLLM does where another one needs its blocks, if that is possible.
+
+        It is not while the request does not run, or the results of a step are missing.
+        """
         request = self.scheduler.requests[name]
         if request.status == RequestStatus.RUNNING and not self.results:
             self.scheduler.running.remove(request)
@@ -641,7 +650,7 @@ class EngineModel(ScheduledRequests):
         return bool(reset)
 
     def forget(self) -> None:
-        """Forget vLLM's cached prefixes, of which nobody reads any."""
+        """Forget vLLM's cached prefixes. No request may have blocks. kvshelf learns nothing."""
         assert self.scheduler.kv_cache_manager.reset_prefix_cache()
 
     # What tests ask
@@ -661,11 +670,11 @@ class EngineModel(ScheduledRequests):
         return [op for op in self.loads.values() if op.request_id == name]
 
     def loaded(self, name: str) -> int:
-        """The tokens that the shelf had for a request."""
+        """The tokens of the newest load of a request, whether it failed or not."""
         return sum(op.end - op.start for op in self.loads_of(name)[-1:])
 
     def computed(self, name: str) -> int:
-        """The tokens that were computed of a request, its answer included."""
+        """The tokens that were computed of a request; those computed twice count twice."""
         return sum(end - start for request, start, end in self.written if request == name)
 
     def drain(self) -> None:
@@ -744,7 +753,7 @@ class EngineModel(ScheduledRequests):
             results.append(self._execute(rank, output, meta, partial(forward, rank)))
         self.written += computed
         if Simulation.current is not None:
-            # As long as a model computes, other threads run.
+            # Other threads run in the time that a model needs.
             time.sleep(STEP_SECONDS)
         self._collect(output, results)
         return meta
@@ -847,7 +856,7 @@ class EngineModel(ScheduledRequests):
         return float(rank.model.weight[0]), rank.adapters.content(self.adapters[name])
 
     def _note_loads(self, meta: StepMetadata) -> None:
-        """Note the loads that begin with this step, and that they bring what is computed now."""
+        """Note the loads that begin with this step: they must bring KV of the present weights."""
         self._begun = [op for op in meta.loads if op.number not in self.loads]
         for op in self._begun:
             self.loads[op.number] = op
@@ -863,14 +872,14 @@ class EngineModel(ScheduledRequests):
                 if self.groups[group].kind == "ring" or not table[number : number + 1]:
                     continue
                 if len(self._origins.get(table[number], ())) != unit:
-                    # The block was another group's.
+                    # The block is new, or was another group's.
                     self._origins[table[number]] = [()] * unit
                 origins = self._origins[table[number]]
                 first, last = max(0, start - number * unit), min(unit, end - number * unit)
                 origins[first:last] = [origin] * (last - first)
 
     def _new_origin(self, name: str, tables: Sequence[list[int]], start: int) -> Origin:
-        """How KV comes about that is computed behind `start` tokens."""
+        """Return the origin of KV that is computed now, after the first `start` tokens."""
         origin: Origin = ()
         for group, table in enumerate(tables):
             for before, _ in groupby(self._history(group, table, start)):
@@ -879,7 +888,7 @@ class EngineModel(ScheduledRequests):
         return origin if origin[-1:] == (variant,) else (*origin, variant)
 
     def _history(self, group: int, table: Sequence[int], end: int) -> list[Origin]:
-        """How the KV of each token before `end` came about in a group."""
+        """Return the origin of the KV of each token before `end` in a group."""
         unit, history = self.unit[group], list[Origin]()
         if self.groups[group].kind == "ring":
             return history
@@ -917,7 +926,11 @@ class EngineModel(ScheduledRequests):
         computed: Sequence[tuple[str, int, int]],
         tables: Mapping[str, tuple[list[int], ...]],
     ) -> None:
-        """Copy blocks before the step begins; on a device also zero new ones, as runners do."""
+        """Copy blocks before the step begins, as runners do.
+
+        On a device also zero the blocks that the step computes first, and fill those of loads with
+        a value that no KV has.
+        """
         for copy in output.kv_cache_block_copies or ():
             for layer in rank.caches:
                 source = rank.paged.block(layer, copy.src_block_id)
@@ -931,7 +944,7 @@ class EngineModel(ScheduledRequests):
                         rank.enqueue(rank.paged.block(layer, block).zero_)
         for op in self._begun:
             for table, unit in zip(op.block_ids, self.unit, strict=True):
-                for block in {*table[op.start // unit : op.end // unit]} - {NULL_BLOCK}:
+                for block in {*table[-(-op.start // unit) : op.end // unit]} - {NULL_BLOCK}:
                     for layer in rank.caches:
                         rank.enqueue(rank.paged.block(layer, block).fill_, 9.0)
 

@@ -1,8 +1,9 @@
 """An S3 store on a port of this machine, in this process: objects, and a script of answers.
 
-Owns what a store does (conditions, copies, ranges, listings by pages), and what is sent in its
-place. Each connection has a thread of its own. Clients see real HTTP, so tests with this store have
-the mark ``real``.
+Owns the answers of a store and the script that replaces some of them. The store knows objects,
+``If-None-Match`` for new ones, copies, ranges of the form ``a-b``, and listings by pages with ``/``
+as delimiter. Each connection has a thread of its own. Clients see real HTTP, so tests with this
+store have the mark ``real``.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class Request:
     Attributes
     ----------
     path : str
-        ``bucket/key``.
+        ``bucket/key``; of a listing the bucket.
     query : dict
     kind : str
         ``probe``, ``read``, ``write``, ``list`` or ``delete``.
@@ -54,17 +55,20 @@ class Request:
 
 @dataclass
 class Answer:
-    """What is sent.
+    """An answer to one request.
 
     Attributes
     ----------
+    status : int
     body : bytes, or Iterable of bytes
-        Pieces need their length among the headers.
+        The length of pieces must be among the headers.
+    headers : dict
     says_length : bool
+        Without the length of a body the connection ends behind it.
     ends_after : int or None
-        The connection is reset behind so many bytes of the body; below 0, before anything is sent.
+        Reset the connection after so many bytes of each piece; of -1, before the status.
     gate : threading.Event or None
-        It is reset when this is set.
+        Where `ends_after` is given: reset the connection only once this is set.
     """
 
     status: int = 200
@@ -76,31 +80,31 @@ class Answer:
 
 
 def refusal(status: int, code: str, message: str = "made by a test") -> Answer:
-    """Return an answer with an error code."""
+    """Return an error answer with S3's `code`."""
     text = f"<Error><Code>{code}</Code><Message>{message}</Message></Error>"
     return Answer(status, text.encode("utf-8", "surrogatepass"))
 
 
 def row(name: str, size: int = 1, modified: str = "2026-01-31T12:00:00.000Z") -> str:
-    """Return an object in a listing."""
+    """Return the XML of an object in a listing."""
     times = f'<LastModified>{modified}</LastModified><ETag>"e"</ETag>'
     return f"<Contents><Key>{escape(name)}</Key>{times}<Size>{size}</Size></Contents>"
 
 
 def folder(name: str) -> str:
-    """Return a folder in a listing."""
+    """Return the XML of a folder in a listing."""
     return f"<CommonPrefixes><Prefix>{escape(name)}/</Prefix></CommonPrefixes>"
 
 
 def page(rows: str, token: str = "") -> Answer:
-    """Return a page of a listing; `token` begins the next one."""
+    """Return a page of a listing; with a `token` the client asks for the page behind it."""
     more = f"<NextContinuationToken>{escape(token)}</NextContinuationToken>" if token else ""
     text = f"<IsTruncated>{str(bool(token)).lower()}</IsTruncated>{rows}{more}"
     return Answer(body=f"<ListBucketResult><Name>b</Name>{text}</ListBucketResult>".encode())
 
 
 class ScriptedS3:
-    """A store with one empty bucket, until it is closed.
+    """A store that begins with one empty bucket, and answers until it is closed.
 
     Attributes
     ----------
@@ -108,13 +112,14 @@ class ScriptedS3:
     objects : dict
         Bytes and time of the last change, by path.
     buckets, versioned : set of str
-        The buckets, and those that keep versions.
+        The buckets, and those whose answers name a version.
     heeds_conditions, copies, knows_ranges : bool
-        What it does; a copy that it does not make is answered all the same.
+        Whether it refuses to replace an object, copies, and serves ranges. Without `copies` it
+        answers a copy as if it had made it.
     delay_seconds : float
-        Before each answer.
+        How long it waits before each answer.
     clock : Callable
-        The time of what is written.
+        Gives the time of the last change of what is written.
     requests : list of Request
     script : Callable
         Answers a request in place of the store, unless it returns None.

@@ -9,8 +9,8 @@ A process with an engine runs :func:`run_engine`. It is forked from a server tha
 once, since those imports are half of the time of a start. When the connection closes, the engine
 shuts down: it never outlives its test run.
 
-:class:`ShelfFiles` looks at a shelf and damages it from outside. kvshelf computes only the names of
-its files, which golden vectors test elsewhere.
+:class:`ShelfFiles` reads a shelf from outside, as files. It asks kvshelf for names of objects and
+for the record of a namespace, both of which golden vectors test elsewhere.
 """
 
 from __future__ import annotations
@@ -61,10 +61,12 @@ CHUNK = 256
 SHELF_CONNECTOR = ("SharedStorageConnector", "tests.support.connector")
 INERT_CONNECTOR = ("InertConnector", "benchmarks.inert")
 
-#: Fixtures of tests/vllm: makes prompts; returns what is answered without a shelf; lets an engine
-#: answer and compares.
+# Fixtures of tests/vllm.
+#: Makes a prompt that no other test has.
 MakePrompt: TypeAlias = "Callable[..., list[int]]"
+#: Returns the answer of the engine without a shelf.
 Reference: TypeAlias = "Callable[..., Answer]"
+#: Asks an engine, and compares its answer with the reference.
 Ask: TypeAlias = "Callable[..., Answer]"
 
 
@@ -108,9 +110,10 @@ class Answer:
 
 # ------------------------------------------------------------------- in the process of an engine
 
-#: An environment variable of the server that forks engines: it imports vLLM with this module.
+#: An environment variable that only the server that forks engines has: there this module imports
+#: vLLM.
 _IMPORTS_VLLM = "TEST_ENGINES_ARE_FORKED"
-#: Where the time goes in which an engine's core and worker start.
+#: The imports that take most of an engine's start.
 _IMPORTS = (
     "vllm.v1.engine.async_llm",
     "vllm.v1.engine.core",
@@ -175,8 +178,8 @@ class EngineProcess:
         self._engine.shutdown(timeout=0)
 
     async def _answer(self, number: int, name: str, arguments: dict[str, Any]) -> None:
-        method = getattr(self, name, None) or getattr(self._engine, name)
         try:
+            method = getattr(self, name, None) or getattr(self._engine, name)
             result = method(**arguments)
             if asyncio.iscoroutine(result):
                 result = await result
@@ -282,9 +285,9 @@ def run_engine(
 
 
 def _bind_worker() -> None:
-    """Bind a worker as OpenMP does where it starts anew, with the same number of threads.
+    """Bind a forked worker to its cores: OpenMP does so only where a process begins.
 
-    Source: ``vllm/utils/ompmultiprocessing.py``, which sets one of these for workers only.
+    Source: ``vllm/utils/ompmultiprocessing.py``, which sets the variables for workers only.
     """
     if places := os.environ.get("GOMP_CPU_AFFINITY") or os.environ.get("OMP_PLACES"):
         cores = [int(core) for core in re.findall(r"\d+", places)]
@@ -614,9 +617,12 @@ class Engine:
             while True:
                 number, result, error = self._connection.recv()
                 command = self._commands[number]
+                # An engine that ends with an error reports it as the result of its start.
+                if command.done():
+                    continue
                 if error is not None:
                     command.set_exception(EngineError(error))
-                elif not command.done():
+                else:
                     command.set_result(result)
         for command in list(self._commands.values()):
             if not command.done():
