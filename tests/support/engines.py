@@ -280,8 +280,12 @@ def run_engine(
     try:
         asyncio.run(serve())
     except BaseException:
-        connection.send((0, None, traceback.format_exc()))
-        raise
+        traceback.print_exc()
+        with contextlib.suppress(OSError):  # the test run has ended
+            connection.send((0, None, traceback.format_exc()))
+        sys.stderr.flush()
+        # Processes and threads of an engine that failed may wait for ever.
+        os.killpg(0, signal.SIGKILL)
 
 
 def _bind_worker() -> None:
