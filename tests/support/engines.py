@@ -279,7 +279,7 @@ def run_engine(
 
     try:
         asyncio.run(serve())
-    except BaseException:
+    except BaseException:  # noqa: BLE001 -- it ends the process
         traceback.print_exc()
         with contextlib.suppress(OSError):  # the test run has ended
             connection.send((0, None, traceback.format_exc()))
