@@ -8,9 +8,7 @@ from typing import Any
 import pytest
 
 from kvshelf import ChunkCache, Config
-from kvshelf.backends.posix import PosixBackend
 from kvshelf.capacity import keeper
-from kvshelf.errors import BoundReachedError
 from tests.support.prompts import prompt
 from tests.support.waiting import until
 from tests.test_cache import CHUNK, facts, put, truth
@@ -38,20 +36,6 @@ def test_a_storage_without_space_gets_nothing(
         assert report.dropped == report.chunks == len(TOKENS) // CHUNK
         assert cache.counters.snapshot()["dropped_chunks_no_room"] == 1
     assert not objects(tmp_path)
-
-
-def test_stores_that_a_bound_leaves_no_room_for_are_dropped_not_failed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also where the bound is reached after chunks were copied, and the chunks behind these."""
-
-    def refuse(self: PosixBackend, name: str, *_: object) -> None:
-        raise BoundReachedError(28, "the bound is reached")
-
-    with opened(tmp_path) as cache:
-        monkeypatch.setattr(PosixBackend, "write", refuse)
-        report = cache.store(TOKENS, kv=truth(TOKENS), identity=None)
-        assert (report.dropped, report.failed, report.published) == (report.chunks, 0, 0)
 
 
 def test_small_bound_is_used(tmp_path: Path) -> None:

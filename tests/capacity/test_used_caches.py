@@ -64,14 +64,6 @@ def retrieve(cache: ChunkCache, kind: Any, tokens: list[int], first: int = 0) ->
     assert torch.equal(of_kind.retrieve(tokens, mask, kv=kv), mask)
 
 
-@pytest.mark.parametrize("first", [0, 2])
-def test_what_is_retrieved_is_used_with_all_before_it(
-    cache: ChunkCache, uses: Uses, first: int
-) -> None:
-    retrieve(cache, "full", TOKENS[: 4 * CHUNK], first)
-    assert used(cache, uses) == {"full": {0, 1, 2, 3}}
-
-
 def test_of_windows_and_states_only_those_that_are_retrieved_are_used(
     cache: ChunkCache, uses: Uses
 ) -> None:

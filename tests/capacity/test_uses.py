@@ -106,13 +106,6 @@ def test_the_resolution_follows_from_the_age(max_age: float | None, expected: fl
     assert resolution(max_age) == expected
 
 
-def test_a_hit_sets_the_access_times_of_all_its_objects(place: Place) -> None:
-    with closing(place.uses()) as uses:
-        place.record(uses, CHUNKS[:3])
-        assert place.fresh() == [0, 1, 2]
-    assert place.count("touched_objects") == 3 * FMT.shards
-
-
 def test_a_use_is_recorded_again_when_it_is_of_use(place: Place) -> None:
     with closing(place.uses(max_age=4800.0)) as uses:
         for seconds, expected in [(0, 4), (300, 4), (200, 4), (101, 8), (1, 8)]:
