@@ -151,12 +151,6 @@ def check_memory(paged: Sequence[Paged], expected: Sequence[Sequence[torch.Tenso
         check(of_paged.memory, wanted)
 
 
-def test_a_chunk_arrives_in_the_staging_buffers_of_its_shards(rig: Rig) -> None:
-    payloads = rig.payloads()
-    gather(rig.path, torch.tensor(SLOTS), payloads)
-    check(payloads, rig.expected(SLOTS))
-
-
 def place(
     rig: Rig, shard: int, slots: list[int], payload: torch.Tensor
 ) -> list[list[torch.Tensor]]:
