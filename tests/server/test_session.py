@@ -147,13 +147,6 @@ def test_a_server_ends_without_harm_to_another_in_its_place(tmp_path: Path) -> N
     assert os.listdir(tmp_path / "sockets") == ["server.lock"]
 
 
-def test_without_a_server_connecting_fails_at_once(tmp_path: Path) -> None:
-    path = str(tmp_path / "server")
-    tmp_path.chmod(0o700)
-    with pytest.raises(UnavailableStorageError, match="no node server answers"):
-        session.connect(path, hello(), None, 5.0)
-
-
 def test_a_session_passes_memory_both_ways(tmp_path: Path) -> None:
     with serve(tmp_path) as node:
         before = descriptors()
