@@ -24,6 +24,15 @@ from tests.vllm.simulated import SimulatedEngine, engines_on, kv_of
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 Start = Callable[..., SimulatedEngine]
+#: Two heads over so many ranks. With prefill context parallelism alone each rank holds all tokens.
+PARALLEL: list[dict[str, int]] = [
+    {"tensor_parallel": 4, "decode_context": 2},
+    {"tensor_parallel": 8, "decode_context": 2},
+    {"tensor_parallel": 8, "decode_context": 4},
+    {"tensor_parallel": 4, "prefill_context": 2, "decode_context": 2},
+    {"tensor_parallel": 2, "prefill_context": 2},
+    {"prefill_context": 3},
+]
 
 
 @pytest.fixture
@@ -58,18 +67,22 @@ def check_load(engine: SimulatedEngine, tokens: list[int], computed: int = 0) ->
     target=st.sampled_from(FORMS),
     source_block=st.sampled_from([16, 32, 48]),
     target_block=st.sampled_from([16, 32, 48]),
-    chunk_size=st.integers(5, 70),
-    length=st.integers(1, 230),
+    parallel=st.just({}) | st.sampled_from(PARALLEL),
+    interleave=st.sampled_from([1, 2, 16]),
+    chunk_size=st.integers(5, 150),
+    length=st.integers(1, 300),
     pieces=st.lists(st.integers(1, 229), max_size=4),
     computed=st.integers(0, 5),
     longer=st.integers(0, 40),
 )
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=24, deadline=None)
 def test_what_one_engine_stores_any_other_loads(
     source: str,
     target: str,
     source_block: int,
     target_block: int,
+    parallel: dict[str, int],
+    interleave: int,
     chunk_size: int,
     length: int,
     pieces: list[int],
@@ -83,14 +96,17 @@ def test_what_one_engine_stores_any_other_loads(
         writer = SimulatedEngine(shelf, source, source_block, **options)
         stack.enter_context(closing(writer))
         writer.prefill(tokens, pieces)
-        reader = SimulatedEngine(shelf, target, target_block, seed=1, **options)
+        reader = SimulatedEngine(
+            shelf, target, target_block, seed=1, interleave=interleave, **parallel, **options
+        )
         stack.enter_context(closing(reader))
         assert reader.namespace == writer.namespace
         asked = tokens + prompt(longer, seed=9)
-        start = min(computed * target_block, length // target_block * target_block)
+        unit = reader.block_tokens
+        start = min(computed * unit, length // unit * unit)
         found = check_load(reader, asked, start)
         hit = min(length // chunk_size * chunk_size, len(asked) - 1)
-        assert found == max(0, hit - hit % target_block - start)
+        assert found == max(0, hit - hit % unit - start)
 
 
 def objects(engine: SimulatedEngine, tokens: list[int], chunk_size: int) -> list[list[Path]]:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import ast
 import inspect
-import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing
+from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,8 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.worker import block_table
 from vllm.v1.worker.gpu import block_table as block_table_of_v2
@@ -25,10 +22,7 @@ from kvshelf.kv.interleave import InterleavedBlocks
 from kvshelf.kv.topology import Topology
 from kvshelf.vllm.connector import SharedStorageConnector
 from kvshelf.vllm.worker import registration
-from tests.sim.engine_caches import FORMS, make_config, make_groups
-from tests.support.prompts import prompt
-from tests.vllm.simulated import SimulatedEngine, engines_on
-from tests.vllm.test_blocks_and_chunks import check_load
+from tests.sim.engine_caches import make_config, make_groups
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -188,68 +182,7 @@ def test_a_group_of_another_order_is_refused(monkeypatch: pytest.MonkeyPatch) ->
         registration._check_context_group(topology.plan(2))
 
 
-# ------------------------------------------------------------------------- engines on one shelf
-
-#: Two heads over so many ranks. With prefill context parallelism alone each rank holds all tokens.
-PARALLEL: list[dict[str, int]] = [
-    {"tensor_parallel": 4, "decode_context": 2},
-    {"tensor_parallel": 8, "decode_context": 2},
-    {"tensor_parallel": 8, "decode_context": 4},
-    {"tensor_parallel": 4, "prefill_context": 2, "decode_context": 2},
-    {"tensor_parallel": 2, "prefill_context": 2},
-    {"prefill_context": 3},
-]
-
-
-@given(
-    forms=st.tuples(st.sampled_from(FORMS), st.sampled_from(FORMS)),
-    parallel=st.sampled_from(PARALLEL),
-    block=st.sampled_from([16, 32, 48]),
-    interleave=st.sampled_from([1, 2, 16]),
-    chunk_size=st.integers(5, 150),
-    length=st.integers(1, 300),
-    computed=st.integers(0, 3),
-    longer=st.integers(0, 40),
-)
-@settings(max_examples=12, deadline=None)
-def test_each_rank_loads_its_own_tokens(
-    forms: tuple[str, str],
-    parallel: dict[str, int],
-    block: int,
-    interleave: int,
-    chunk_size: int,
-    length: int,
-    computed: int,
-    longer: int,
-) -> None:
-    tokens = prompt(length)
-    options = {"chunk_size": chunk_size, "layout": "canonical"}
-    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        shelf = Path(folder)
-        writer = SimulatedEngine(shelf, forms[0], 32, **options)
-        stack.enter_context(closing(writer))
-        writer.prefill(tokens)
-        reader = SimulatedEngine(
-            shelf, forms[1], block, seed=1, interleave=interleave, **parallel, **options
-        )
-        stack.enter_context(closing(reader))
-        assert reader.namespace == writer.namespace
-        asked = tokens + prompt(longer, seed=9)
-        unit = reader.block_tokens
-        start = min(computed * unit, length // unit * unit)
-        found = check_load(reader, asked, start)
-        hit = min(length // chunk_size * chunk_size, len(asked) - 1)
-        assert found == max(0, hit - hit % unit - start)
-
-
-Start = Callable[..., SimulatedEngine]
-
-
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
-    """Start engines on one shelf, which are closed at the end."""
-    with engines_on(tmp_path / "shelf", chunk_size=40, layout="canonical") as start:
-        yield start
+# ------------------------------------------------------------------------- the connector
 
 
 def test_an_engine_says_that_it_only_loads(
