@@ -24,10 +24,12 @@ from tests.vllm.test_handover_scheduler import (
     ASKED,
     HYBRID,
     Promised,
+    awaited_of,
     counts,
     loaded,
     prefill,
     side_of,
+    step_until,
     waits,
 )
 
@@ -94,22 +96,24 @@ def test_a_whole_prompt_and_its_tail_are_waited_for(start: Start) -> None:
     assert counts(consumer.engine) == {"complete": 1}
 
 
-def test_a_producer_that_never_comes_costs_a_second(start: Start) -> None:
-    consumer = Consumer(start())
-    assert 1 <= consumer.waited() < 1 + STEPS
-    assert counts(consumer.engine) == {"vain": 1}
-
-
-@pytest.mark.parametrize(("appear", "ends"), [([0.02], 0.22), ([0.5, 0.6], 1.6), ([0.2, 0.6], 1.4)])
-def test_what_is_missing_has_twice_the_longest_gap(
-    start: Start, appear: list[float], ends: float
+@pytest.mark.parametrize(
+    ("appear", "ends", "outcome"),
+    [
+        ([], 1.0, "vain"),
+        ([0.02], 0.22, "late"),
+        ([0.5, 0.6], 1.6, "late"),
+        ([0.2, 0.6], 1.4, "late"),
+    ],
+)
+def test_wait_ends_after_a_second_or_after_twice_the_longest_gap(
+    start: Start, appear: list[float], ends: float, outcome: str
 ) -> None:
     consumer = Consumer(start())
     for number, at in enumerate(appear):
         consumer.at(at).publish(number, number + 1)
     assert consumer.waited() == pytest.approx(ends, abs=STEPS)
     assert consumer.loaded == len(appear) * 32
-    assert counts(consumer.engine) == {"late": 1}
+    assert counts(consumer.engine) == {outcome: 1}
 
 
 @pytest.mark.parametrize(
@@ -126,17 +130,23 @@ def test_no_wait_is_longer_than_the_option_or_the_request_says(
 
 
 @pytest.mark.parametrize(
-    ("own", "option", "counted"),
+    ("options", "params", "counted"),
     [
-        ({}, 0, {}),
-        ({"kvshelf_wait_s": 0}, 30, {}),
-        ({"kvshelf_wait_s": "long"}, 30, {"invalid": 1}),
+        # The option, or the request, allows no wait.
+        ({"handover_wait_s": 0}, BARE, {}),
+        ({}, BARE | {"kvshelf_wait_s": 0}, {}),
+        ({}, BARE | {"kvshelf_wait_s": "long"}, {"invalid": 1}),
+        # Nobody prefills for an engine that stores itself, or for these requests.
+        ({}, None, {}),
+        ({"role": "kv_consumer"}, {"do_remote_prefill": False}, {}),
+        ({"role": "kv_consumer"}, ASKED, {}),
+        ({"role": "kv_consumer"}, NOTHING, {}),
     ],
 )
-def test_a_wait_of_nothing_is_none(
-    start: Start, own: dict[str, Any], option: float, counted: dict[str, int]
+def test_request_that_may_not_wait_or_has_no_producer_is_computed_at_once(
+    start: Start, options: dict[str, Any], params: object, counted: dict[str, int]
 ) -> None:
-    consumer = Consumer(start(handover_wait_s=option), BARE | own)
+    consumer = Consumer(start(**options), params)
     assert consumer.waited() < STEPS
     assert counts(consumer.engine) == counted
 
@@ -211,12 +221,6 @@ def test_what_is_there_already_is_not_waited_for_and_says_nothing(start: Start) 
 # ----------------------------------------------------------------------- which requests
 
 
-def test_on_an_engine_that_stores_requests_without_params_never_wait(start: Start) -> None:
-    consumer = Consumer(start(), None)
-    assert consumer.waited() < STEPS
-    assert counts(consumer.engine) == {}
-
-
 @pytest.mark.parametrize("params", [None, {}])
 def test_on_a_consumer_requests_without_params_wait_for_chunks(
     start: Start, params: object
@@ -246,13 +250,6 @@ def test_request_to_which_nothing_was_promised_takes_no_place_of_a_hand_over(
     engine.finish()
     assert loaded(engine, "promised") == 203
     assert counts(engine) == {"complete": 1, "vain": 1, "skipped": 1}
-
-
-@pytest.mark.parametrize("params", [{"do_remote_prefill": False}, ASKED, NOTHING])
-def test_a_consumer_does_not_wait_for_what_nobody_prefills(start: Start, params: object) -> None:
-    consumer = Consumer(start(role="kv_consumer"), params)
-    assert consumer.waited() < STEPS
-    assert counts(consumer.engine) == {}
 
 
 FIELDS: dict[str, Any] = {
@@ -322,19 +319,20 @@ def take_all(world: World, engine: ScheduledEngine, tokens: list[int]) -> dict[A
     return kept
 
 
+@pytest.mark.parametrize("promised", [False, True])
 @pytest.mark.parametrize("model", HYBRID)
 def test_hybrid_models_are_waited_for_up_to_the_last_boundary(
-    start: Start, world: World, model: str
+    start: Start, world: World, model: str, promised: bool
 ) -> None:
     tokens = prompt(203)
     producer = start(model)
-    assert prefill(producer, tokens).tokens == 192
+    handover = prefill(producer, tokens)
+    assert handover.tokens == 192
     kept = take_all(world, producer, tokens)
     engine = start(model)
-    engine.add("r", tokens, answer=1, transfer=BARE)
+    engine.add("r", tokens, answer=1, transfer=handover.params() if promised else BARE)
     engine.add("short", prompt(32, seed=1), answer=1, transfer=BARE)
-    engine.wait_for_lookup("r")
-    engine.step()
+    step_until(engine, lambda: awaited_of(engine).wait is not None)
     assert not waits(engine, "short")
     for (kind, index), (chunk, content) in kept.items():
         if index < 6:
@@ -343,7 +341,10 @@ def test_hybrid_models_are_waited_for_up_to_the_last_boundary(
             engine.step()
     engine.finish()
     assert loaded(engine, "r") == 192
+    assert engine.computed["r"] == 203 - 192
     assert counts(engine) == {"complete": 1}
+    stored = {op.chunk.key for meta in engine.metas for op in meta.stores}
+    assert stored.isdisjoint(chunk.key for chunk, _ in kept.values())
 
 
 def test_of_a_hybrid_model_a_shorter_hit_is_looked_up_when_the_rest_does_not_appear(

@@ -360,37 +360,6 @@ def test_while_the_namespace_is_not_known_a_request_waits_within_its_deadline(st
     assert counts(engine) == {"late": 1, "complete": 1}
 
 
-@pytest.mark.parametrize("model", HYBRID)
-def test_hybrid_models_compute_less_than_a_chunk(start: Start, world: World, model: str) -> None:
-    tokens = prompt(203)
-    producer = start(model)
-    handover = prefill(producer, tokens)
-    # Take all away, and put it back while the consumer waits.
-    chunks = producer.chunks_of(tokens)
-    kept = {
-        (kind, chunk.index): (chunk, world.contents[kind_key(chunk.key, kind)])
-        for chunk in chunks
-        for kind in producer.groups.kinds
-        if kind_key(chunk.key, kind) in world.contents
-    }
-    for (kind, _), (chunk, _) in kept.items():
-        world.remove(producer.fmt, chunk, kind)
-    engine = start(model)
-    engine.add("r", tokens, answer=1, transfer=handover.params())
-    step_until(engine, lambda: awaited_of(engine).wait is not None)
-    for (kind, index), (chunk, content) in kept.items():
-        assert waits(engine, "r")
-        if index >= 6:
-            continue
-        world.put(producer.fmt, chunk, kind, content)
-        engine.step()
-    engine.finish()
-    assert loaded(engine, "r") == 192
-    assert engine.computed["r"] == 203 - 192
-    assert counts(engine) == {"complete": 1}
-    assert not any(meta.stores for meta in engine.metas)
-
-
 @pytest.mark.parametrize("drafting", [{}, {"drafts": 2, "drafter": full(16)}])
 @pytest.mark.parametrize("model", ["Gemma 3", "DeepSeek V4"])
 def test_of_windows_all_but_a_token_is_handed_over(
