@@ -375,31 +375,6 @@ def test_chunks_of_forward_pass_that_raised_are_not_stored(
     assert not objects(backend)
 
 
-@pytest.mark.parametrize("runner", RUNNERS)
-def test_an_abort_while_loading_frees_the_blocks_before_the_storage_answers(
-    start: Start, backend: FaultyStorage, runner: str
-) -> None:
-    start(runner=runner).run(prompt(41))
-    gate = threading.Event()
-    backend.add(Fault("read", wait=gate))
-    engine = start(runner=runner)
-    engine.add("r", prompt(41))
-    while not engine.is_loading("r"):
-        engine.step()
-    free = engine.free_blocks
-    engine.abort("r")
-    for _ in range(5):
-        engine.step()
-    assert not engine.names
-    assert engine.free_blocks > free
-    backend.heal()
-    # Other requests compute in these blocks while the reads come to their ends.
-    engine.add("s", prompt(41, 5))
-    engine.step()
-    gate.set()
-    engine.finish()
-
-
 # ------------------------------------------------------------------------- trouble
 
 
@@ -467,30 +442,6 @@ def settle(engine: EngineModel) -> None:
 def namespace(engine: EngineModel) -> str:
     assert engine.connector.namespace is not None
     return str(engine.connector.namespace.record["weights"])
-
-
-def test_what_is_queued_is_published_where_it_belongs(
-    engine: EngineModel, backend: FaultyStorage
-) -> None:
-    settle(engine)
-    gate = threading.Event()
-    backend.add(Fault("write", wait=gate))
-    engine.add("r", prompt(40))
-    engine.finish()
-    engine.load_weights(1.0)
-    # The other namespace takes no stores meanwhile.
-    for name, tokens in (("settle", prompt(3, 99)), ("s", prompt(40))):
-        engine.add(name, tokens, answer=12)
-        engine.finish()
-    assert namespace(engine).startswith("params:")
-    gate.set()
-    engine.drain()
-    settle(engine)
-    assert engine.run(prompt(40)) == [0]
-    assert engine.run(prompt(40)) == [hit(40)]
-    engine.load_weights(0.0)
-    settle(engine)
-    assert engine.run(prompt(40)) == [hit(40)]
 
 
 def test_a_version_names_the_weights(engine: EngineModel, caplog: pytest.LogCaptureFixture) -> None:
