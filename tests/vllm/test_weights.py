@@ -485,31 +485,6 @@ def test_a_name_stands_for_the_same_weights_in_all_engines(data: st.DataObject) 
                 assert known.setdefault(named(engine), content[number]) == content[number]
 
 
-def test_what_an_engine_calls_for_users_may_change_weights(
-    start: Callable[..., SimulatedEngine], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Without a word of it, a pause or a reset."""
-
-    class EngineCore:
-        def collective_rpc(self, method: Callable[[], object]) -> object:
-            return method()
-
-    monkeypatch.setitem(sys.modules, "vllm.v1.engine.core", SimpleNamespace(EngineCore=EngineCore))
-    engine, core = start(), EngineCore()
-    names = [named(engine)]
-    engine.prefill(prompt(6))
-    for _ in range(2):
-        core.collective_rpc(lambda: engine.ranks[0].model.bias.add_(1.0))
-        names.append(named(engine))
-        assert names[-1] not in names[:-1]
-        assert engine.load(prompt(6))[0] == 0
-        engine.prefill(prompt(6))
-    # A comparison of equal weights keeps the name.
-    core.collective_rpc(lambda: None)
-    assert named(engine) == names[-1]
-    assert engine.load(prompt(6))[0] == 512
-
-
 def check_health(worker: object) -> None:
     """A user's function with the name of a method of vLLM's worker."""
 
