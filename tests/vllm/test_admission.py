@@ -71,7 +71,10 @@ class Engine:
         return request
 
     def load(self, tokens: int, seconds: float) -> LoadOp:
-        """Load a prompt in so many seconds, a minute later: also one that is refused otherwise."""
+        """Load a prompt in so many seconds, a minute later: also one that is refused otherwise.
+
+        So a storage that stays slow is tried once a minute.
+        """
         self.clock.now += 61.0
         self.compute()
         request = self.request(tokens)
@@ -228,14 +231,6 @@ def test_the_wait_for_a_hand_over_does_not_count(engine: Engine) -> None:
     for clock in (engine.clock, waits):
         clock.now += 30.0
     assert engine.patience(request) == pytest.approx(alone)
-
-
-def test_a_load_that_was_cut_limits_no_hit_after_a_preemption(engine: Engine) -> None:
-    engine.learn(0.1)
-    request = engine.request(65)
-    engine.patience(request)
-    request.num_preemptions += 1
-    assert engine.side.ask(request) == 64
 
 
 def test_a_load_costs_nothing_while_other_prompts_are_computed(engine: Engine) -> None:
@@ -405,14 +400,6 @@ def test_a_storage_that_has_become_fast_is_used_again(engine: Engine) -> None:
     assert (op.patience[0], op.at_once) == (pytest.approx(0.16, rel=0.05), 0)
     assert engine.counted("explored_loads") == explored + 1
     assert engine.side.ask(engine.request(65)) == 64
-
-
-def test_of_a_storage_that_stays_slow_a_hit_is_loaded_each_minute(engine: Engine) -> None:
-    engine.learn(5.0)
-    for _ in range(3):
-        engine.clock.now += 61.0
-        engine.load(65, 5.0)
-        assert engine.side.ask(engine.request(65)) == 0
 
 
 # ------------------------------------------------------------------------- tiers
