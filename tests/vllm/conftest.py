@@ -36,7 +36,7 @@ from tests.support.engines import (
 from tests.support.waiting import PATIENCE
 
 if TYPE_CHECKING:
-    from tests.sim.engine_sides import LoneWorker
+    from tests.sim.engine_sides import LoneScheduler, LoneWorker, Make
     from tests.vllm.scheduled import ScheduledEngine, World
 
 with warnings.catch_warnings(), contextlib.suppress(ImportError):
@@ -202,6 +202,20 @@ def make_worker(backend: FaultyStorage) -> Iterator[Callable[..., LoneWorker]]:
 
         def make(**options: Any) -> LoneWorker:
             return stack.enter_context(contextlib.closing(LoneWorker(backend, **options)))
+
+        yield make
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Make]:
+    """Make scheduler sides without an engine, on one shelf."""
+    from tests.sim.engine_sides import LoneScheduler
+
+    with contextlib.ExitStack() as stack:
+
+        def make(**options: Any) -> LoneScheduler:
+            side = LoneScheduler(tmp_path / "shelf", **options)
+            return stack.enter_context(contextlib.closing(side))
 
         yield make
 

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -257,27 +254,6 @@ def test_however_a_load_ends_the_requests_that_waited_for_it_begin(start: Start,
         assert status in (RequestStatus.RUNNING, RequestStatus.WAITING_FOR_REMOTE_KVS)
     engine.holds_loads = False
     engine.finish()
-
-
-def test_requests_that_waited_for_a_load_are_preempted_as_others(start: Start) -> None:
-    tokens = prompt(400)
-    start(budget=1024).run(tokens)
-    engine = start(blocks=70, budget=512, seqs=16)
-    engine.run(*[tokens] * 16, answer=40)
-    assert len(engine.preempted) > 1
-
-
-@pytest.fixture
-def make(tmp_path: Path) -> Iterator[Make]:
-    sides: list[LoneScheduler] = []
-
-    def make(**options: Any) -> LoneScheduler:
-        sides.append(LoneScheduler(tmp_path / "shelf", **options))
-        return sides[-1]
-
-    yield make
-    for side in sides:
-        side.close()
 
 
 def _load(side: LoneScheduler, request: Request) -> None:

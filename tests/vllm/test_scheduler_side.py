@@ -6,7 +6,7 @@ import hashlib
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -66,19 +66,6 @@ from tests.support.waiting import PATIENCE, until
 
 #: Waiting requests whose lookups are made before vLLM polls them.
 AHEAD = 256
-
-
-@pytest.fixture
-def make(tmp_path: Path) -> Iterator[Make]:
-    sides: list[LoneScheduler] = []
-
-    def make(**options: Any) -> LoneScheduler:
-        sides.append(LoneScheduler(tmp_path / "shelf", **options))
-        return sides[-1]
-
-    yield make
-    for side in sides:
-        side.close()
 
 
 @pytest.fixture

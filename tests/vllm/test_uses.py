@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -18,7 +17,7 @@ from kvshelf.format.kinds import FULL, Kind
 from kvshelf.format.names import parse_path
 from kvshelf.metrics import Counters
 from kvshelf.shelf.view import ShelfView
-from tests.sim.engine_sides import LoneScheduler, Request
+from tests.sim.engine_sides import LoneScheduler, Make, Request
 from tests.support.prompts import prompt
 from tests.support.waiting import PATIENCE, until
 from tests.vllm.hybrid_specs import models
@@ -39,10 +38,8 @@ class Noted(Uses):
 
 
 @pytest.fixture
-def side(tmp_path: Path) -> Iterator[LoneScheduler]:
-    side = LoneScheduler(tmp_path / "shelf", uses=Noted())
-    yield side
-    side.close()
+def side(make: Make) -> LoneScheduler:
+    return make(uses=Noted())
 
 
 def hits(side: LoneScheduler) -> list[tuple[Kind, list[int]]]:
