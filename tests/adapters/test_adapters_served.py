@@ -114,6 +114,23 @@ def test_tokens_are_on_the_shelf_and_hashes_are_not(node: ServeProcess, shelf: P
     assert torch.equal(torch.stack([kv[name][ids] for name in names()]), truth)
 
 
+def test_a_server_that_is_killed_and_comes_back(node: ServeProcess) -> None:
+    ids = list(range(PER_CHUNK))
+    with connect(node, 1) as engine:
+        engine.store("a", op("tokens", ids, 1))
+        node.kill()
+        # Whether or not the end of the socket was noticed already, nothing waits for the server.
+        assert engine.hit("b", **asked("tokens", 1)) == 0
+        assert engine.load("b", op("tokens", ids, 1)) == set(ids)
+        engine.store("b", op("tokens", ids, 1, seed=1))
+        node.start()
+        until_connected(engine)
+        assert engine.hit("c", **asked("tokens", 1)) == CHUNK
+        assert engine.load("c", op("tokens", ids, 1)) == set()
+        engine.store("d", op("tokens", ids, 1, seed=2))
+        assert engine.hit("d", **asked("tokens", 1, seed=2)) == CHUNK
+
+
 def test_a_program_shares_chunks_through_the_server(node: ServeProcess) -> None:
     """What an engine stores, a program retrieves over the same server, and the other way round."""
     ids = list(range(2 * PER_CHUNK))
