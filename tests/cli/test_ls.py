@@ -134,7 +134,6 @@ def test_empty_and_missing(tmp_path: Path) -> None:
     assert "no namespaces" in run(tmp_path).stdout
     assert "0 objects" in run(tmp_path).stdout
     run(tmp_path / "typo", code=3)
-    run(tmp_path, "--by", "moon", code=2)
 
 
 GIB = 1 << 30
