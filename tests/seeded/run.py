@@ -126,7 +126,7 @@ def main(parts: Sequence[str]) -> int:
     table = tomllib.loads((Path(__file__).parent / "faults.toml").read_text())["fault"]
     faults = [one for one in table if not parts or any(part in one["file"] for part in parts)]
     tests = dict.fromkeys(test for one in faults for test in one["tests"])
-    status, text = run(list(tests))
+    status, text = run(list(tests), seconds=SECONDS + 10 * len(tests))
     if status != pytest.ExitCode.OK:
         print(text, "The tests must pass without a fault.", sep="\n")
         return 1
