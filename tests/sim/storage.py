@@ -162,9 +162,9 @@ class FaultyStorage(WrappedBackend):
             for fault in met:
                 if fault.times is not None:
                     fault.times -= 1
+                if isinstance(fault.wait, threading.Event | threading.Semaphore):
+                    self._waits.append(fault.wait)
         for fault in met:
-            if isinstance(fault.wait, threading.Event | threading.Semaphore):
-                self._waits.append(fault.wait)
             if isinstance(fault.wait, threading.Event):
                 fault.wait.wait()
             elif isinstance(fault.wait, threading.Semaphore):
