@@ -18,7 +18,6 @@ from kvshelf.shelf.view import ObjectRef
 from kvshelf.tiers.disk_tier import DiskTier
 from kvshelf.tiers.memory_tier import MemoryTier
 from kvshelf.tiers.tiered import Tier, TieredShelf
-from kvshelf.transfer.load import Failure
 from kvshelf.transfer.prefetch import KindMemory
 from tests.sim.storage import Fault, FaultyStorage, posix
 from tests.support.formats import make_format
@@ -151,27 +150,6 @@ def test_loads_into_memory_take_no_staging(start: Callable[..., Near], tmp_path:
         near.rig.staging.release(*buffer)
 
 
-def test_what_was_stored_is_in_memory(start: Callable[..., Near]) -> None:
-    near = start()
-    chunks = make_chunks(FMT, 3)
-    near.rig.put(chunks)
-    near.faults.counts.clear()
-    assert near.load(chunks) is None
-    assert near.opens() == 0
-
-
-@pytest.mark.parametrize("objects", [1, 2, 5])
-def test_a_memory_that_is_too_small_costs_no_load(
-    start: Callable[..., Near], tmp_path: Path, objects: int
-) -> None:
-    chunks = stored(tmp_path, 6)
-    near = start(objects=objects)
-    for first in (100, 200):
-        assert near.load(chunks, first) is None
-    near.idle()
-    assert near.tier.stats().bytes <= objects * OBJECT
-
-
 def test_objects_that_memory_has_no_room_for_are_read_into_staging(
     start: Callable[..., Near], tmp_path: Path
 ) -> None:
@@ -183,60 +161,6 @@ def test_objects_that_memory_has_no_room_for_are_read_into_staging(
     assert near.load(chunks) is None
     assert near.count("memory_tier_dropped_objects") == 2 * FMT.shards
     room.release()
-
-
-def test_where_memory_does_not_lend_objects_pass_through_staging(
-    start: Callable[..., Near], tmp_path: Path
-) -> None:
-    chunks = stored(tmp_path, 3)
-    near = start(in_place=False)
-    assert near.load(chunks) is None
-    assert near.load(chunks, 200) is None
-    assert near.opens() == 3 * FMT.shards
-    assert near.count("memory_tier_loaded_objects") == 3 * FMT.shards
-
-
-@pytest.mark.parametrize(
-    ("damage", "failure"),
-    [
-        (lambda near, chunk: near.rig.path(chunk, 1).unlink(), Failure.MISSING),
-        (lambda near, chunk: near.rig.path(chunk, 1).write_bytes(b"no"), Failure.BAD),
-        (
-            lambda near, chunk: near.faults.add(
-                Fault("read", error=lambda: TransientStorageError(5, "EIO"))
-            ),
-            Failure.ERROR,
-        ),
-    ],
-)
-def test_a_read_that_fails_leaves_nothing_in_memory(
-    start: Callable[..., Near],
-    tmp_path: Path,
-    damage: Callable[[Near, Chunk], Any],
-    failure: Failure,
-) -> None:
-    (chunk,) = stored(tmp_path, 1)
-    near = start()
-    damage(near, chunk)
-    load, _ = near.rig.load([chunk], 100)
-    assert load.failed_at == 0
-    assert load.failures[0] == (chunk, failure)
-    near.idle()
-    assert near.tier.stats().objects < FMT.shards
-
-
-def test_a_read_into_memory_that_hangs_gives_it_back_when_it_returns(
-    start: Callable[..., Near], tmp_path: Path
-) -> None:
-    chunks = stored(tmp_path, 1)
-    near = start()
-    gate = threading.Event()
-    near.faults.add(Fault("read", wait=gate))
-    assert near.load(chunks) == 0
-    assert near.tier.stats().pinned_bytes == FMT.shards * FMT.object_size(0)
-    gate.set()
-    near.idle()
-    assert near.rig.untouched(near.rig.items(chunks, 100)[0])
 
 
 def test_two_transfers_share_one_memory(start: Callable[..., Near], tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from kvshelf.backends import Checked, Reader, Whole
 from kvshelf.backends.posix import PosixBackend
@@ -180,40 +179,6 @@ def test_an_object_that_is_good_when_read_again_is_loaded(
     load, (item,) = rig.load([chunk], 100)
     assert load.failed_at is None
     assert rig.holds(item)
-
-
-def test_what_two_loads_want_is_read_once(make: Callable[..., Rig], noting: Noting) -> None:
-    rig = make()
-    chunks = stored(rig, 20)
-    noting.gate = threading.Event()
-    wanted = [rig.items(chunks, 100), rig.items(chunks[:10], 200)]
-    for number, items in enumerate(wanted):
-        rig.start(str(number), items)
-    until(lambda: len(noting.calls) == 2)
-    noting.gate.set()
-    assert all(load.failed_at is None for load in rig.all_ended(2).values())
-    assert all(rig.holds(item) for items in wanted for item in items)
-    assert len([*chain(*noting.calls)]) == 20 * rig.fmt.shards
-
-
-def test_a_call_that_hangs_is_given_up_with_its_chunk(
-    make: Callable[..., Rig], noting: Noting
-) -> None:
-    rig = make()
-    chunks = stored(rig, 20)
-    noting.gate, noting.held = threading.Event(), names(rig, chunks[3])[0]
-    load, items = rig.load(chunks, 100)
-    assert load.failed_at == 3
-    assert all(rig.holds(item) for item in items[:3])
-    until(lambda: rig.count("stuck_threads") == 1)
-    noting.held = "none"
-    assert rig.load(chunks, 200)[0].failed_at is None
-    # It keeps its memory, and nothing more comes of it.
-    assert rig.staging.in_use == rig.fmt.shards
-    before = [cache.clone() for cache in rig.caches]
-    noting.gate.set()
-    until(lambda: rig.staging.in_use == 0)
-    assert all(map(torch.equal, before, rig.caches))
 
 
 def test_one_object_is_read_without_python_too(tmp_path: Path, noting: Noting) -> None:

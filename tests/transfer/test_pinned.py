@@ -150,16 +150,6 @@ def test_of_few_chunks_at_once_none_is_announced(start: Callable[..., Lender]) -
     assert all(rig.holds(item) for item in items)
 
 
-def test_what_is_not_lent_is_read(start: Callable[..., Lender]) -> None:
-    lender = start()
-    rig = lender.rig
-    chunks = lender.put(4)
-    lent = [chunk.key.hex() for chunk in chunks[::2]]
-    lender.lending.lends = lambda name: any(key in name for key in lent)
-    rig.comes_back(chunks, 20)
-    lender.settled(2 * rig.fmt.shards)
-
-
 @pytest.mark.parametrize("whole_chunks", [False, True])
 def test_what_was_taken_back_meanwhile_is_a_failed_object(
     start: Callable[..., Lender], whole_chunks: bool, monkeypatch: pytest.MonkeyPatch
@@ -228,21 +218,6 @@ def test_a_thread_that_must_wait_for_staging_first_delivers_what_was_left_to_it(
     assert rig.finished().failed_at is None
     assert rig.holds(item)
     lender.settled(2)
-
-
-def test_a_cancelled_load_gives_back_what_it_gets_and_touches_nothing(
-    start: Callable[..., Lender],
-) -> None:
-    lender = start()
-    chunks = lender.put(3)
-    lender.gate.clear()
-    lender.start(chunks)
-    until(lambda: lender.asked == 2)
-    lender.rig.transfer.cancel("r")
-    assert lender.rig.finished().cancelled
-    lender.gate.set()
-    lender.settled(2)
-    assert all(lender.rig.untouched(item) for item in lender.rig.items(chunks, 20))
 
 
 @pytest.mark.parametrize("lent", [True, False])

@@ -3,410 +3,411 @@
 from __future__ import annotations
 
 import gc
+import tempfile
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvshelf.errors import TransientStorageError
 from kvshelf.format.keys import Chunk
+from kvshelf.format.kinds import FULL
 from kvshelf.memory.size_classes import SizeClasses
 from kvshelf.shelf.view import ObjectRef
 from kvshelf.tiers.memory_tier import MemoryTier
-from kvshelf.tiers.tiered import TieredShelf
-from kvshelf.transfer import prefetch
 from kvshelf.transfer.load import Failure, Piece
-from kvshelf.transfer.prefetch import KindMemory, Prefetcher
+from kvshelf.transfer.prefetch import Prefetcher
 from tests.sim.storage import Fault, FaultyStorage, posix
 from tests.support.prompts import make_chunks
-from tests.support.transfers import Rig
 from tests.support.waiting import until
+from tests.transfer.byte_transfers import ByteTransfers, chunk_is_loaded
+
+SHARDS, LENGTH = 2, 4
 
 
-class Waiting:
-    """A rig whose transfer looks into memory first."""
+class ReadAhead(ByteTransfers):
+    """Transfers with memory for so many chunks in front, into which is read ahead."""
 
-    def __init__(self, root: Path, chunks: float, **options: Any) -> None:
-        self.faults = FaultyStorage(posix(root))
-        self.rig = Rig(self.faults, blocks=200, staging_objects=32)
-        fmt = self.rig.fmt
-        rounded = SizeClasses(1 << 30).rounded
-        self.budget = int(chunks * sum(rounded(fmt.object_size(s)) for s in range(fmt.shards)))
-        self.tier = MemoryTier(self.budget, counters=self.rig.counters, lazy=True)
-        options = {"keeps": False, **options}
-        self.memory = KindMemory(self.tier, fmt, self.rig.counters, **options)
-        self.rig.transfer.close()
-        self.rig.staging = type(self.rig.staging)(
-            32 * self.rig.staging.buffer_bytes, self.rig.staging.buffer_bytes, together=fmt.shards
-        )
-        self.rig.begin(TieredShelf(self.rig.shelf, [self.memory]))
-        self.prefetcher = Prefetcher(self.rig.loads, self.memory)
+    def __init__(self, root: Path, chunks: int = 100, **options: Any) -> None:
+        self.root = root
+        self.storage_calls = FaultyStorage(posix(root))
+        super().__init__(self.storage_calls, {FULL: SHARDS})
+        self.transfers.end()
+        rounded = SizeClasses(1 << 30).rounded(self.formats[FULL].object_size(0))
+        self.tier = MemoryTier(chunks * SHARDS * rounded, counters=self.counters, lazy=True)
+        self.memory_options = {"keeps": False, **options}
+        self.begin(self.weights)
+        self.memory = self.memories[FULL]
+        self.prefetcher = Prefetcher(self.transfers.loads[FULL], self.memory)
 
-    def put(self, seed: int, count: int = 3) -> list[Chunk]:
-        chunks = make_chunks(self.rig.fmt, count, seed)
-        self.rig.put(chunks)
+    def stored(self, seed: int, count: int = LENGTH) -> list[Chunk]:
+        """The chunks of a prompt that another engine has stored."""
+        chunks = make_chunks(self.formats[FULL], count, seed)
+        with closing(ByteTransfers(posix(self.root), {FULL: SHARDS}, staging_chunks=64)) as other:
+            other.put({FULL: chunks})
         return chunks
 
-    def here(self, chunks: list[Chunk]) -> int:
-        """Leading chunks that are kept in memory, after what was asked for has come."""
+    def load(self, chunks: list[Chunk]) -> bool:
+        """Load chunks, as when their request is scheduled; return whether all came, and right."""
+        items = self.items({FULL: chunks})
+        self.transfers.load("load", items)
+        self.finished()
+        return all(chunk_is_loaded(item, self.formats[FULL]) for item in items[FULL])
+
+    def has_kept(self, chunks: list[Chunk]) -> int:
+        """Make a step; return how many leading chunks are kept in memory."""
         self.prefetcher.take_failures()
         return self.memory.kept(chunks)
 
     @property
-    def keeps(self) -> int:
-        """Bytes that are kept for requests."""
+    def pinned_bytes(self) -> int:
+        assert self.tier is not None
         return self.tier.stats().pinned_bytes
 
-    def pause(self) -> None:
-        """Wait until both threads have ended what they read, and go on."""
-        chunks = self.put(99, 1)
-        gate = threading.Event()
-        self.faults.add(Fault("open", f"*{chunks[0].key.hex()}*", wait=gate))
-        before = self.opened()
-        self.rig.start("pause", self.rig.items(chunks, 190))
-        until(lambda: self.opened() == before + 2)
-        gate.set()
-        assert self.rig.finished().failed_at is None
-        self.faults.counts["open"] = before
-
     def opened(self) -> int:
-        return self.faults.counts["open"]
-
-    def has_room_for(self, chunks: list[Chunk]) -> None:
-        """Check that nothing has kept the room of these chunks."""
-        self.prefetcher.add("next", chunks)
-        until(lambda: self.here(chunks) == len(chunks))
+        return self.storage_calls.counts["open"]
 
     def close(self) -> None:
-        self.faults.heal()
-        self.rig.close()
+        self.storage_calls.let_go()
+        super().close()
         self.memory.close()
-        self.tier.close()
+
+
+class PrefetchModel(RuleBasedStateMachine):
+    """Requests that wait, in the order of their arrival, over a storage that hangs and fails."""
+
+    @initialize(room=st.sampled_from([2, 3, 5, 100]), keeps=st.booleans())
+    def start(self, room: int, keeps: bool) -> None:
+        self.stack = ExitStack()
+        folder = self.stack.enter_context(tempfile.TemporaryDirectory())
+        self.ahead = self.stack.enter_context(
+            closing(ReadAhead(Path(folder) / "shelf", room, keeps=keeps))
+        )
+        self.prefetcher = self.ahead.prefetcher
+        self.room, self.keeps = room, keeps
+        self.prompts = [self.ahead.stored(seed) for seed in range(3)]
+        # The last one begins as the first.
+        self.prompts.append([*self.prompts[0][:2], *self.prompts[1][2:]])
+        #: The chunks of requests that wait, in the order of their arrival.
+        self.requests: dict[str, list[Chunk]] = {}
+        #: Of those, the requests for which nothing more is read.
+        self.ended: set[str] = set()
+        self.damaged: set[Chunk] = set()
+        self.is_resting = False
+        #: What others have of memory and staging.
+        self.taken = ExitStack()
+
+    @rule(name=st.sampled_from("abcd"), prompt=st.integers(0, 3), length=st.integers(1, LENGTH))
+    def add(self, name: str, prompt: int, length: int) -> None:
+        if name not in self.requests:
+            self.requests[name] = []
+            self.ended.discard(name)
+        known = self.requests[name]
+        chunks = self.prompts[prompt][:length]
+        if chunks[: len(known)] != known:
+            return
+        self.prefetcher.add(name, chunks[len(known) :])
+        if name not in self.ended:
+            self.requests[name] = chunks
+
+    @rule(name=st.sampled_from("abcd"))
+    def cancel_reads(self, name: str) -> None:
+        self.prefetcher.cancel_reads(name)
+        self.ended.add(name)
+
+    @rule(name=st.sampled_from("abcd"))
+    def release(self, name: str) -> None:
+        self.prefetcher.release(name)
+        self.requests.pop(name, None)
+
+    @rule()
+    def release_all(self) -> None:
+        self.prefetcher.release_all()
+        self.requests.clear()
+
+    @rule(name=st.sampled_from("abcd"))
+    def load(self, name: str) -> None:
+        """A request is scheduled: its load begins, and its chunks are released."""
+        chunks = self.requests.get(name, [])
+        self.storage_calls.let_go()
+        self.taken.close()
+        if chunks and not self.is_resting:
+            self.prefetcher.cancel_reads(name)
+            assert self.ahead.load(chunks) != bool(self.damaged.intersection(chunks))
+        self.release(name)
+
+    @rule(operation=st.sampled_from(["open", "read"]), times=st.integers(1, 3))
+    def hang(self, operation: str, times: int) -> None:
+        gate = threading.Event()
+        self.storage_calls.add(Fault(operation, "*.safetensors", wait=gate, times=times))
+
+    @rule()
+    def answer(self) -> None:
+        self.storage_calls.let_go()
+
+    @rule(prompt=st.integers(0, 2), place=st.integers(0, LENGTH - 1), gone=st.booleans())
+    def damage(self, prompt: int, place: int, gone: bool) -> None:
+        chunk = self.prompts[prompt][place]
+        if chunk in self.damaged or self.ahead.memory.leading([chunk]):
+            return
+        # All shards: memory may have one of them.
+        for shard in range(SHARDS):
+            path = self.ahead.path(FULL, chunk, shard)
+            path.unlink() if gone else path.write_bytes(b"no")
+        self.damaged.add(chunk)
+
+    @rule()
+    def use_memory_up(self) -> None:
+        """Loads of other kinds have all of the memory, and stores all of the staging."""
+        pool, tier = self.ahead.pools[FULL], self.ahead.tier
+        assert tier is not None
+        while buffers := pool.acquire_for_load(timeout=0.0):
+            self.taken.callback(pool.release, *buffers)
+        for other in make_chunks(self.ahead.formats[FULL], 2 * self.room, seed=77):
+            if (room := tier.reserve(self.ahead.formats[FULL], ObjectRef(other, 0))) is not None:
+                self.taken.callback(room.release)
+
+    @rule()
+    def rest(self) -> None:
+        """The circuit breaker of reads opens."""
+        self.ahead.guard.reads.trip("a test", 1000.0)
+        self.is_resting = True
+
+    @rule(seconds=st.sampled_from([0.001, 0.01, 1.5]))
+    def wait(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+    @property
+    def storage_calls(self) -> FaultyStorage:
+        return self.ahead.storage_calls
+
+    @invariant()
+    def step(self) -> None:
+        for chunk, failure in self.prefetcher.take_failures():
+            assert chunk in self.damaged
+            assert failure in (Failure.MISSING, Failure.BAD)
+            for name, chunks in self.requests.items():
+                if chunk in chunks and name not in self.ended:
+                    # What is behind is of no use.
+                    self.requests[name] = chunks[: chunks.index(chunk)]
+                    self.ended.add(name)
+        assert self.ahead.pinned_bytes <= self.ahead.tier.max_bytes
+
+    @rule()
+    def settle(self) -> None:
+        """Without trouble memory is as full as it can be, and has what came first."""
+        self.answer()
+        self.taken.close()
+        self.ahead.guard.reads.close()
+        self.is_resting = False
+        for _ in range(40):
+            time.sleep(0.1)
+            self.step()
+        wanted = {chunk for chunks in self.requests.values() for chunk in chunks}
+        of_all = {chunk for prompt in self.prompts for chunk in prompt}
+        kept = {chunk for chunk in of_all if self.ahead.memory.kept([chunk])}
+        assert kept <= wanted
+        assert len(kept) <= self.room
+        # What is reserved for a request stays so until it is released.
+        reserved = kept.union(*(self.requests[name] for name in self.ended & self.requests.keys()))
+        for name, chunks in self.requests.items():
+            if name not in self.ended and self.ahead.memory.kept(chunks) < len(chunks):
+                assert len(reserved) >= self.room
+                # Nothing is read for those behind it.
+                return
+
+    def teardown(self) -> None:
+        if not hasattr(self, "is_resting"):
+            return
+        with self.stack:
+            self.settle()
+            self.release_all()
+            self.settle()
+            assert not self.ahead.pinned_bytes
+            entered = self.ahead.count("memory_tier_stored_objects")
+            chunks = self.ahead.stored(9, 1)
+            assert self.ahead.load(chunks)
+            # Nothing is admitted any more for those that are gone.
+            stored = self.ahead.count("memory_tier_stored_objects") - entered
+            assert stored == SHARDS * self.keeps
+            # Nothing has kept the room.
+            chunks = self.ahead.stored(8, min(self.room, 9))
+            self.prefetcher.add("next", chunks)
+            until(lambda: self.ahead.has_kept(chunks) == len(chunks))
+
+
+TestPrefetch = PrefetchModel.TestCase
+TestPrefetch.settings = settings(max_examples=60, stateful_step_count=30)
 
 
 @pytest.fixture
-def make(tmp_path: Path) -> Iterator[Callable[..., Waiting]]:
-    made: list[Waiting] = []
-
-    def make(chunks: float = 100, **options: Any) -> Waiting:
-        made.append(Waiting(tmp_path / "shelf", chunks, **options))
-        return made[-1]
-
-    yield make
-    for waiting in made:
-        waiting.close()
+def ahead(tmp_path: Path) -> Iterator[ReadAhead]:
+    with closing(ReadAhead(tmp_path / "shelf")) as ahead:
+        yield ahead
 
 
-def test_a_request_that_waited_reads_nothing_when_its_turn_comes(
-    make: Callable[..., Waiting],
+def test_requests_that_waited_read_nothing_when_their_turn_comes(ahead: ReadAhead) -> None:
+    chunks = ahead.stored(0)
+    for name in ("one", "other"):
+        ahead.prefetcher.add(name, chunks[:2])
+        ahead.prefetcher.add(name, chunks[2:])
+    until(lambda: ahead.has_kept(chunks) == LENGTH)
+    time.sleep(1.0)
+    # What both want is read once.
+    assert ahead.opened() == LENGTH * SHARDS
+    assert ahead.load(chunks)
+    ahead.prefetcher.release("one")
+    assert ahead.opened() == LENGTH * SHARDS
+    assert ahead.has_kept(chunks) == LENGTH
+    counts = ahead.counters.snapshot()
+    assert counts["loaded_chunks"] == LENGTH
+    assert counts["prefetched_objects"] == LENGTH * SHARDS
+    assert counts["memory_tier_loaded_objects"] == LENGTH * SHARDS
+    assert counts["prefetched_bytes"] == LENGTH * SHARDS * ahead.formats[FULL].payload_size(0)
+    ahead.prefetcher.release("other")
+    assert not ahead.pinned_bytes
+    assert "prefetched_unused_objects" not in ahead.counters.snapshot()
+    more = ahead.stored(1, 1)
+    ahead.prefetcher.add("third", more)
+    until(lambda: ahead.has_kept(more) == 1)
+    ahead.prefetcher.release("third")
+    assert ahead.count("prefetched_unused_objects") == SHARDS
+
+
+def test_chunks_that_are_in_memory_already_are_kept_up_to_a_part_of_it(tmp_path: Path) -> None:
+    with closing(ReadAhead(tmp_path / "shelf", 8, keeps=True, share=0.5)) as ahead:
+        chunks = make_chunks(ahead.formats[FULL], 6)
+        ahead.put({FULL: chunks})
+        ahead.prefetcher.add("r", chunks)
+        assert ahead.has_kept(chunks) == 4
+        # Stores and loads of others go through the rest.
+        others = make_chunks(ahead.formats[FULL], 6, seed=1)
+        ahead.put({FULL: others})
+        assert ahead.memory.leading(others[-1:])
+        assert ahead.has_kept(chunks) == 4
+        assert ahead.opened() == 0
+        # Nothing is kept for requests of weights that are gone.
+        ahead.memory.close()
+        assert not ahead.pinned_bytes
+        assert not ahead.memory.retain(ObjectRef(others[-1], 0), fresh=True)
+        assert not ahead.pinned_bytes
+
+
+def test_storage_that_rests_is_tried_once_a_second_and_nothing_grows(
+    ahead: ReadAhead, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    waiting = make()
-    chunks = waiting.put(0)
-    waiting.prefetcher.add("r", chunks[:2])
-    waiting.prefetcher.add("r", chunks[2:])
-    objects = 3 * waiting.rig.fmt.shards
-    until(lambda: waiting.here(chunks) == 3)
-    # Until a read ends others share it.
-    waiting.pause()
-    waiting.faults.counts.clear()
-    load, items = waiting.rig.load(chunks, 20)
-    waiting.prefetcher.release("r")
-    assert load.failed_at is None
-    assert all(waiting.rig.holds(item) for item in items)
-    assert waiting.opened() == 0
-    counters = waiting.rig.counters.snapshot()
-    assert counters["prefetched_objects"] == counters["memory_tier_loaded_objects"] == objects
-    assert counters["prefetched_bytes"] == objects * waiting.rig.fmt.payload_size(0)
-    assert counters["loaded_chunks"] == 3 + 1
-    assert "prefetched_unused_objects" not in counters
-    assert not waiting.keeps
+    chunks = ahead.stored(0)
+    loads, begun = ahead.transfers.loads[FULL], []
+    load = loads.load
 
-
-def test_memory_is_never_more_than_it_may_be_and_goes_to_who_came_first(
-    make: Callable[..., Waiting],
-) -> None:
-    waiting = make(4)
-    first, second, third = (waiting.put(seed) for seed in range(3))
-    for name, chunks in (("first", first), ("second", second), ("third", third)):
-        waiting.prefetcher.add(name, chunks)
-    until(lambda: (waiting.here(first), waiting.here(second)) == (3, 1))
-    assert waiting.memory.kept(third) == 0
-    assert 0 < waiting.keeps <= waiting.budget
-    read = waiting.opened()
-    assert read == 4 * waiting.rig.fmt.shards
-    # When the first has been served there is room for the others.
-    assert waiting.rig.load(first, 20)[0].failed_at is None
-    waiting.prefetcher.release("first")
-    until(lambda: (waiting.here(second), waiting.here(third)) == (3, 1))
-    assert waiting.memory.kept(first) == 0
-
-
-def test_what_another_request_wants_too_is_read_once_and_stays(
-    make: Callable[..., Waiting],
-) -> None:
-    waiting = make()
-    chunks = waiting.put(0)
-    waiting.prefetcher.add("one", chunks)
-    waiting.prefetcher.add("other", chunks)
-    until(lambda: waiting.here(chunks) == 3)
-    assert waiting.opened() == 3 * waiting.rig.fmt.shards
-    waiting.prefetcher.release("one")
-    assert waiting.here(chunks) == 3
-    waiting.prefetcher.release("other")
-    # A read may hold its own pin for a moment.
-    until(lambda: not waiting.keeps)
-    assert waiting.rig.count("prefetched_unused_objects") == 3 * waiting.rig.fmt.shards
-    waiting.prefetcher.release("other")
-
-
-def test_a_request_that_ends_while_it_is_read_for_leaves_nothing(
-    make: Callable[..., Waiting],
-) -> None:
-    waiting = make(3)
-    chunks, others = waiting.put(0), waiting.put(1)
-    gate = threading.Event()
-    waiting.faults.add(Fault("read", wait=gate))
-    waiting.prefetcher.add("r", chunks)
-    until(lambda: waiting.opened() == 1)
-    waiting.prefetcher.release("r")
-    gate.set()
-    waiting.pause()
-    assert waiting.opened() == 1
-    assert waiting.here(chunks) == 0
-    assert not waiting.keeps
-    assert waiting.rig.count("cancelled_loads") == 0
-    waiting.has_room_for(others)
-
-
-def test_a_load_takes_over_what_is_being_read(make: Callable[..., Waiting]) -> None:
-    waiting = make()
-    chunks = waiting.put(0, 6)
-    gate = threading.Event()
-    waiting.faults.add(Fault("read", wait=gate))
-    waiting.prefetcher.add("r", chunks)
-    until(lambda: waiting.opened() == 1)
-    items = waiting.rig.items(chunks, 20)
-    waiting.rig.start("r", items)
-    waiting.prefetcher.cancel_reads("r")
-    gate.set()
-    assert waiting.rig.finished().failed_at is None
-    waiting.prefetcher.release("r")
-    assert all(waiting.rig.holds(item) for item in items)
-    assert waiting.opened() == 6 * waiting.rig.fmt.shards
-    until(lambda: waiting.here(chunks) == 0 and not waiting.keeps)
-
-
-def _broken() -> Exception:
-    return TransientStorageError(5, "EIO")
-
-
-@pytest.mark.parametrize(
-    ("damage", "failure"),
-    [
-        (lambda w, chunk: w.rig.path(chunk, 0).unlink(), Failure.MISSING),
-        (lambda w, chunk: w.rig.path(chunk, 1).write_bytes(b"no"), Failure.BAD),
-        (
-            lambda w, chunk: w.faults.add(Fault("open", f"*{chunk.key.hex()}*", error=_broken)),
-            Failure.ERROR,
-        ),
-    ],
-)
-def test_what_cannot_be_had_is_known_before_the_load_comes(
-    make: Callable[..., Waiting], damage: Callable[[Waiting, Chunk], Any], failure: Failure
-) -> None:
-    waiting = make()
-    chunks = waiting.put(0)
-    damage(waiting, chunks[1])
-    waiting.prefetcher.add("a#b", chunks)
-    found: list[tuple[Chunk, Failure]] = []
-    until(lambda: bool(found.extend(waiting.prefetcher.take_failures()) or found))
-    assert found == [(chunks[1], failure)]
-    assert waiting.here(chunks) == 1
-
-
-def test_a_storage_at_rest_is_blamed_for_nothing(make: Callable[..., Waiting]) -> None:
-    waiting = make(3)
-    chunks, others = waiting.put(0), waiting.put(1)
-    waiting.rig.guard.reads.trip("broken", 1000.0)
-    waiting.prefetcher.add("r", chunks)
-    assert waiting.prefetcher.take_failures() == []
-    waiting.prefetcher.release("r")
-    waiting.rig.guard.reads.close()
-    waiting.has_room_for(others)
-
-
-def test_what_did_not_come_at_a_bad_moment_is_read_again(
-    make: Callable[..., Waiting], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    waiting = make(3)
-    chunks = waiting.put(0)
-    # As when loads of other kinds use all of the memory, and stores all staging.
-    others = make_chunks(waiting.rig.fmt, 3, seed=1)
-    refs = [ObjectRef(chunk, shard) for chunk in others for shard in range(waiting.rig.fmt.shards)]
-    rooms = [waiting.tier.reserve(waiting.rig.fmt, ref) for ref in refs]
-    buffers = [waiting.rig.staging.acquire_for_load(timeout=0.0) for _ in range(32)]
-    load = waiting.rig.loads.load
-    loads: list[Piece] = []
-
-    def note(*args: Any, **options: Any) -> Piece:
-        loads.append(load(*args, **options))
-        return loads[-1]
-
-    monkeypatch.setattr(waiting.rig.loads, "load", note)
-    waiting.prefetcher.add("r", chunks)
-    until(lambda: bool(loads) and all(load.finished for load in loads))
-    assert waiting.here(chunks) == 0
-    for room in rooms:
-        assert room is not None
-        room.release()
-    for buffer in buffers:
-        assert buffer is not None
-        waiting.rig.staging.release(*buffer)
-    until(lambda: waiting.here(chunks) == 3)
-
-
-def test_what_is_in_memory_already_is_kept_and_not_read(make: Callable[..., Waiting]) -> None:
-    waiting = make(keeps=True)
-    chunks = waiting.put(0)
-    waiting.prefetcher.add("r", chunks)
-    assert waiting.here(chunks) == 3
-    waiting.prefetcher.release("r")
-    assert not waiting.keeps
-    assert waiting.rig.load(chunks, 20)[0].failed_at is None
-    assert waiting.opened() == 0
-    assert "prefetched_objects" not in waiting.rig.counters.snapshot()
-
-
-def test_a_part_of_the_memory_is_left_to_others(make: Callable[..., Waiting]) -> None:
-    waiting = make(8, keeps=True, share=0.5)
-    first = waiting.put(0, 6)
-    waiting.prefetcher.add("r", first)
-    assert waiting.here(first) == 4
-    # Stores and loads of others go through the rest.
-    others = [waiting.put(seed, 4) for seed in range(1, 5)]
-    assert all(waiting.memory.leading(chunks) for chunks in others[-1:])
-    assert waiting.here(first) == 4
-    assert waiting.tier.stats().bytes <= waiting.budget
-
-
-def test_while_the_storage_rests_it_is_tried_again_each_second(
-    make: Callable[..., Waiting], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    waiting = make()
-    chunks = waiting.put(0)
-    waiting.rig.guard.reads.trip("broken", 1000.0)
-    now = [1000.0]
-    monkeypatch.setattr(prefetch, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    begun: list[int] = []
-    load = waiting.rig.loads.load
-
-    def count(*args: Any, **options: Any) -> Piece:
-        begun.append(1)
+    def noted(*args: Any, **options: Any) -> Piece:
+        begun.append(time.monotonic())
         return load(*args, **options)
 
-    def alive() -> int:
+    def loads_alive() -> int:
         gc.collect()
         return sum(type(one) is Piece for one in gc.get_objects())
 
-    before = alive()
-    monkeypatch.setattr(waiting.rig.loads, "load", count)
-    waiting.prefetcher.add("r", chunks[:2])
-    waiting.prefetcher.add("r", chunks[2:])
-    for second in range(5):
-        for _ in range(100):
-            assert waiting.prefetcher.take_failures() == []
-        assert len(begun) == 2 + second
-        now[0] += 1.0
-    # What a request keeps does not grow with the time it waits.
-    assert alive() <= before + 2
-    waiting.rig.guard.reads.close()
-    until(lambda: waiting.here(chunks) == 3)
+    before = loads_alive()
+    monkeypatch.setattr(loads, "load", noted)
+    ahead.guard.reads.trip("a test", 1000.0)
+    ahead.prefetcher.add("r", chunks)
+    for _ in range(500):
+        assert ahead.prefetcher.take_failures() == []
+        time.sleep(0.01)
+    assert 5 <= len(begun) <= 6
+    assert loads_alive() <= before + 2
+    ahead.guard.reads.close()
+    until(lambda: ahead.has_kept(chunks) == LENGTH)
 
 
-def test_a_prefix_that_was_read_for_a_request_that_went_is_read_for_the_next(
-    make: Callable[..., Waiting],
+def test_chunk_that_the_storage_fails_to_read_is_reported(ahead: ReadAhead) -> None:
+    chunks = ahead.stored(0)
+    error = TransientStorageError(5, "EIO")
+    ahead.storage_calls.add(Fault("open", f"*{chunks[1].key.hex()}*", error=error))
+    ahead.prefetcher.add("r", chunks)
+    failures: list[tuple[Chunk, Failure]] = []
+    until(lambda: bool(failures.extend(ahead.prefetcher.take_failures()) or failures))
+    assert failures == [(chunks[1], Failure.ERROR)]
+    assert ahead.has_kept(chunks) == 1
+
+
+def test_chunk_that_is_read_when_its_request_gives_it_up_leaves_nothing(tmp_path: Path) -> None:
+    with closing(ReadAhead(tmp_path / "shelf", LENGTH)) as ahead:
+        chunks, others = ahead.stored(0), ahead.stored(1, LENGTH - 1)
+        ahead.path(FULL, chunks[1]).unlink()
+        gate = threading.Event()
+        ahead.storage_calls.add(Fault("read", f"*{chunks[2].key.hex()}*", wait=gate))
+        ahead.prefetcher.add("r", chunks[:2])
+        ahead.prefetcher.add("r", chunks[2:])
+        until(lambda: bool(ahead.prefetcher.take_failures()))
+        gate.set()
+        # What the request needs no more keeps no room.
+        ahead.prefetcher.add("next", others)
+        until(lambda: ahead.has_kept(others) == len(others))
+        assert ahead.memory.kept(chunks) == 1
+
+
+def test_request_that_ends_while_it_is_read_for_leaves_nothing(tmp_path: Path) -> None:
+    with closing(ReadAhead(tmp_path / "shelf", LENGTH)) as ahead:
+        chunks, others = ahead.stored(0), ahead.stored(1)
+        gate = threading.Event()
+        ahead.storage_calls.add(Fault("read", wait=gate))
+        ahead.prefetcher.add("r", chunks)
+        until(lambda: ahead.opened() == 1)
+        ahead.prefetcher.release("r")
+        gate.set()
+        time.sleep(1.0)
+        assert ahead.has_kept(chunks) == 0
+        assert ahead.opened() == 1
+        assert not ahead.pinned_bytes
+        assert ahead.count("cancelled_loads") == 0
+        ahead.prefetcher.add("next", others)
+        until(lambda: ahead.has_kept(others) == LENGTH)
+
+
+def test_object_that_is_retained_twice_is_dropped_at_once(tmp_path: Path) -> None:
+    with closing(ReadAhead(tmp_path / "shelf", keeps=True)) as ahead:
+        chunks = make_chunks(ahead.formats[FULL], 1)
+        ahead.put({FULL: chunks})
+        for _ in range(2):
+            assert ahead.memory.retain(ObjectRef(chunks[0], 0))
+        ahead.memory.drop([chunks[0].key])
+        assert not ahead.pinned_bytes
+
+
+def test_read_ahead_that_finds_no_memory_waits_for_none_and_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    waiting = make(3)
-    chunks, others = waiting.put(0), waiting.put(1)
-    gate = threading.Event()
-    waiting.faults.add(Fault("read", wait=gate))
-    waiting.prefetcher.add("one", chunks)
-    waiting.prefetcher.add("other", chunks)
-    until(lambda: waiting.opened() == 1)
-    waiting.prefetcher.release("one")
-    gate.set()
-    until(lambda: waiting.here(chunks) == 3)
-    waiting.prefetcher.release("other")
-    until(lambda: waiting.here(chunks) == 0 and not waiting.keeps)
-    waiting.has_room_for(others)
+    with closing(ReadAhead(tmp_path / "shelf", LENGTH)) as ahead, ExitStack() as taken:
+        chunks = ahead.stored(0)
+        fmt, pool, tier = ahead.formats[FULL], ahead.pools[FULL], ahead.tier
+        assert tier is not None
+        while buffers := pool.acquire_for_load(timeout=0.0):
+            taken.callback(pool.release, *buffers)
+        for other in make_chunks(fmt, LENGTH, seed=1):
+            for shard in range(SHARDS):
+                room = tier.reserve(fmt, ObjectRef(other, shard))
+                assert room is not None
+                taken.callback(room.release)
+        loads, begun = ahead.transfers.loads[FULL], []
+        load = loads.load
 
+        def noted(*args: Any, **options: Any) -> Piece:
+            begun.append(load(*args, **options))
+            return begun[-1]
 
-def test_all_who_want_what_cannot_be_had_learn_it_and_give_up_what_is_behind(
-    make: Callable[..., Waiting],
-) -> None:
-    waiting = make(4)
-    chunks, others = waiting.put(0, 4), waiting.put(1)
-    waiting.rig.path(chunks[1], 0).unlink()
-    for name in ("one", "other"):
-        waiting.prefetcher.add(name, chunks)
-    waiting.prefetcher.add("third", others)
-    found: list[tuple[Chunk, Failure]] = []
-    until(lambda: bool(found.extend(waiting.prefetcher.take_failures()) or found))
-    assert found == [(chunks[1], Failure.MISSING)]
-    # There is room for others now.
-    until(lambda: (waiting.here(chunks), waiting.here(others)) == (1, 3))
-
-
-def test_chunk_that_is_read_when_its_request_gives_it_up_leaves_nothing(
-    make: Callable[..., Waiting],
-) -> None:
-    waiting = make(4)
-    chunks, others = waiting.put(0, 4), waiting.put(1)
-    waiting.rig.path(chunks[1], 0).unlink()
-    gate = threading.Event()
-    waiting.faults.add(Fault("read", f"*{chunks[2].key.hex()}*", wait=gate))
-    waiting.prefetcher.add("r", chunks[:2])
-    waiting.prefetcher.add("r", chunks[2:])
-    until(lambda: bool(waiting.prefetcher.take_failures()))
-    gate.set()
-    waiting.has_room_for(others)
-    assert waiting.memory.kept(chunks) == 1
-
-
-def test_object_that_is_retained_twice_is_dropped_at_once(make: Callable[..., Waiting]) -> None:
-    waiting = make(keeps=True)
-    (chunk,) = waiting.put(0, 1)
-    for _ in range(2):
-        assert waiting.memory.retain(ObjectRef(chunk, 0))
-    waiting.memory.drop([chunk.key])
-    assert not waiting.keeps
-
-
-def test_many_chunks_are_given_back_in_several_steps(make: Callable[..., Waiting]) -> None:
-    waiting = make()
-    chunks = [chunk for seed in range(5) for chunk in waiting.put(seed, 9)]
-    waiting.prefetcher.add("r", chunks)
-    until(lambda: waiting.here(chunks) == 45)
-    waiting.prefetcher.release("r")
-    assert waiting.keeps
-    for _ in range(3):
-        waiting.prefetcher.take_failures()
-    # A read may hold its own pin for a moment, and a later step then gives it back.
-    until(lambda: not waiting.prefetcher.take_failures() and not waiting.keeps)
-
-
-def test_nothing_is_kept_for_requests_of_weights_that_are_gone(
-    make: Callable[..., Waiting],
-) -> None:
-    waiting = make(keeps=True)
-    chunks = waiting.put(0)
-    waiting.prefetcher.add("r", chunks)
-    assert waiting.keeps
-    waiting.memory.close()
-    assert not waiting.keeps
-    # A load that was under way ends after that.
-    assert not waiting.memory.retain(ObjectRef(chunks[0], 0), fresh=True)
-    assert not waiting.keeps
+        monkeypatch.setattr(loads, "load", noted)
+        ahead.prefetcher.add("r", chunks)
+        time.sleep(0.1)
+        assert [load.finished for load in begun] == [True]
+        assert ahead.has_kept(chunks) == 0
+        taken.close()
+        until(lambda: ahead.has_kept(chunks) == LENGTH)

@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvshelf.backends import open_backend
 from kvshelf.backends.wrappers import ReadOnlyBackend
 from kvshelf.capacity.keeper import Keeper
 from kvshelf.config import CapacityConfig
 from kvshelf.errors import NoSpaceStorageError, PermanentStorageError, TransientStorageError
 from kvshelf.format.keys import Chunk
 from kvshelf.transfer.promises import Promises
-from kvshelf.transfer.stores import OnStored, StoreOutcome, StoreResult
-from tests.sim.storage import Fault, FaultyStorage, Gate, posix
+from kvshelf.transfer.stores import StoreOutcome, StoreResult
+from tests.sim.storage import Fault, FaultyStorage, posix
 from tests.support.formats import make_format
 from tests.support.prompts import make_chunks
 from tests.support.threads import named, none_can_be_started
@@ -238,97 +233,3 @@ def test_what_waits_to_be_written_is_bounded(
     gate.set()
     promises.close(PATIENCE)
     assert marked(rig) == set(ATTEMPTS[:5])
-
-
-# ------------------------------------------------------------------------------- staging is short
-
-
-_numbers = itertools.count()
-
-
-class StagingIsShort(RuleBasedStateMachine):
-    """Promised and ordinary stores with little staging, over a storage that stops and fails."""
-
-    @initialize()
-    def make(self) -> None:
-        # A memory filesystem of its own.
-        self.backend = FaultyStorage(open_backend(f"memory://{id(self)}-{next(_numbers)}"))
-        self.rig = Rig(self.backend, FMT, staging_objects=8)
-        self.promises = Promises(self.rig.shelf.view(FMT), self.rig.counters)
-        self.gate = Gate(self.backend)
-        self.seeds = 0
-        self.broken: set[str] = set()
-        self.kept: set[str] = set()
-
-    def _watch(self, attempt: str) -> OnStored:
-        done = self.promises.watch(attempt)
-
-        def ended(chunk: Chunk, result: StoreResult) -> None:
-            bad = result.value in ("failed", "dropped", "lost")
-            (self.broken if bad else self.kept).add(attempt)
-            done(chunk, result)
-
-        return ended
-
-    @rule(
-        promised=st.booleans(),
-        length=st.integers(1, 2),
-        attempt=st.sampled_from(ATTEMPTS),
-        old=st.booleans(),
-    )
-    def store(self, promised: bool, length: int, attempt: str, old: bool) -> None:
-        if not (old and self.seeds):
-            self.seeds += 1
-        for item in self.rig.items(make_chunks(FMT, length, self.seeds), 0):
-            if not promised:
-                self.rig.stores.store(item, age=1.0)
-                continue
-            outcome = self.rig.stores.store(
-                item, age=1.0, promised=True, on_done=self._watch(attempt)
-            )
-            self.promises.note(attempt, item.chunk, outcome)
-            if outcome not in (QUEUED, KNOWN):
-                self.broken.add(attempt)
-            if outcome is FULL:
-                # No ordinary store is kept that could have made room.
-                waiting = list(self.rig.stores._queue)
-                assert sum(len(job.buffers) for job in waiting) < FMT.shards
-
-    @rule(count=st.integers(1, 4))
-    def publish(self, count: int) -> None:
-        self.gate.let(count)
-
-    @rule()
-    def fail(self) -> None:
-        error = PermanentStorageError(5, "broken", "x")
-        self.backend.add(Fault("publish", "*.safetensors", error=error, times=1))
-
-    @precondition(lambda self: self.seeds)
-    @rule()
-    def drain(self) -> None:
-        self.gate.let(1000)
-        assert self.rig.transfer.drain(PATIENCE) == 0
-        assert self.rig.staging.in_use == 0
-        self.gate.shut()
-
-    @invariant()
-    def staging_is_bounded(self) -> None:
-        if hasattr(self, "rig"):
-            assert 0 <= self.rig.staging.in_use <= self.rig.staging.limit
-
-    def teardown(self) -> None:
-        if not hasattr(self, "rig"):
-            return
-        self.rig.transfer.drain(0.0)
-        self.gate.let(10_000)
-        self.rig.transfer.close(0.0)
-        until(lambda: self.rig.staging.in_use == 0)
-        self.promises.close(PATIENCE)
-        assert marked(self.rig) == self.broken
-        assert self.rig.count("promises_broken") == len(self.broken)
-        assert self.rig.count("markers_written") == len(self.broken)
-        self.rig.close()
-
-
-TestStagingIsShort = StagingIsShort.TestCase
-TestStagingIsShort.settings = settings(max_examples=40, stateful_step_count=25)

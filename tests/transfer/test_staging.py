@@ -105,19 +105,6 @@ def test_the_buffers_of_one_store_come_all_or_none() -> None:
     assert pool.acquire_for_store(8) is not None
 
 
-def test_a_waiting_load_gets_what_a_store_gives_back() -> None:
-    pool = StagingPool(4 * ROUNDED, SIZE)
-    stores = pool.acquire_for_store(3)
-    assert stores is not None
-    assert pool.acquire_for_load() is not None
-    got: list[object] = []
-    thread = threading.Thread(target=lambda: got.append(pool.acquire_for_load(timeout=20)))
-    thread.start()
-    pool.release(stores[0])
-    thread.join(20)
-    assert got == [[stores[0]]]
-
-
 def test_the_buffers_of_a_load_come_all_or_none_and_stores_always_leave_so_many() -> None:
     pool = StagingPool(16 * ROUNDED, SIZE)
     stores = pool.acquire_for_store(12)

@@ -225,35 +225,6 @@ def test_what_two_loads_want_is_read_once(rig: Rig, gate: Gate) -> None:
     assert rig.count("loaded_chunks") == 9
 
 
-def test_a_read_goes_on_for_others_when_its_own_load_is_aborted(rig: Rig, gate: Gate) -> None:
-    chunks = make_chunks(rig.fmt, 1)
-    rig.put(chunks)
-    gate.shut()
-    first, second = rig.items(chunks, 20), rig.items(chunks, 40)
-    rig.start("first", first)
-    until(lambda: len(gate.opened) == 2)
-    rig.start("second", second)
-    rig.transfer.cancel("first")
-    assert rig.finished().cancelled
-    gate.lift()
-    assert {name: load.failed_at for name, load in rig.all_ended(1).items()} == {"second": None}
-    assert rig.holds(second[0])
-    assert rig.untouched(first[0])
-    assert len(gate.opened) == rig.fmt.shards
-
-
-def test_all_who_share_a_read_that_fails_learn_it(rig: Rig, gate: Gate) -> None:
-    chunks = make_chunks(rig.fmt, 2)
-    rig.put(chunks)
-    rig.path(chunks[1], 0).unlink()
-    gate.shut()
-    for number in range(2):
-        rig.start(str(number), rig.items(chunks, 20 + 20 * number))
-    gate.lift()
-    for load in rig.all_ended(2).values():
-        assert load.failures == [(chunks[1], Failure.MISSING)]
-
-
 def test_load_whose_later_chunk_fails_first_ends_at_the_earlier_one(gate: Gate) -> None:
     with closing(Rig(gate, blocks=400, options={"load_threads": 4})) as rig:
         chunks = make_chunks(rig.fmt, 3)
@@ -396,18 +367,6 @@ def test_an_object_that_only_one_thread_reads_is_scattered_at_once(gate: Gate) -
         assert rig.finished().failed_at is None
         assert cache.got == []
         assert rig.holds(item)
-
-
-def test_what_was_left_to_a_thread_that_fails_is_given_back(rig: Rig, gate: Gate) -> None:
-    cache, item, _ = _reading(rig, gate)
-    other = _leave(gate, item)
-    (Path(rig.backend.url) / other).unlink()
-    gate.let(1, item.chunk)
-    assert rig.finished().failed_at == 0
-    gate.lift()
-    until(lambda: rig.staging.in_use == 0)
-    assert rig.untouched(item)
-    assert cache.got == []
 
 
 def test_what_was_left_to_a_thread_that_hangs_is_given_back(rig: Rig, gate: Gate) -> None:
