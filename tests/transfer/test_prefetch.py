@@ -99,6 +99,8 @@ class PrefetchModel(RuleBasedStateMachine):
         self.requests: dict[str, list[Chunk]] = {}
         #: Of those, the requests for which nothing more is read.
         self.ended: set[str] = set()
+        #: Of those, the requests of which a chunk cannot be had: they ask for no more.
+        self.given_up: set[str] = set()
         self.damaged: set[Chunk] = set()
         self.is_resting = False
         #: What others have of memory and staging.
@@ -109,9 +111,10 @@ class PrefetchModel(RuleBasedStateMachine):
         if name not in self.requests:
             self.requests[name] = []
             self.ended.discard(name)
+            self.given_up.discard(name)
         known = self.requests[name]
         chunks = self.prompts[prompt][:length]
-        if chunks[: len(known)] != known:
+        if chunks[: len(known)] != known or name in self.given_up:
             return
         self.prefetcher.add(name, chunks[len(known) :])
         if name not in self.ended:
@@ -198,6 +201,7 @@ class PrefetchModel(RuleBasedStateMachine):
                     # What is behind is of no use.
                     self.requests[name] = chunks[: chunks.index(chunk)]
                     self.ended.add(name)
+                    self.given_up.add(name)
         assert self.ahead.pinned_bytes <= self.ahead.tier.max_bytes
 
     @rule()

@@ -191,6 +191,8 @@ def test_load_gets_a_buffer_that_is_too_little_for_a_store_that_waited_before() 
     pool.release(taken[0])
     load.join(1)
     assert got == [[taken[0]]]
+    # The store waits no more.
+    pool.close()
 
 
 @pytest.mark.usefixtures("no_leaks")
