@@ -152,6 +152,16 @@ def test_while_pins_cannot_be_read_nothing_is_deleted(place: Place) -> None:
     assert place.objects() == set(names)
 
 
+def test_pin_of_a_later_version_keeps_everything_and_is_named(
+    place: Place, caplog: pytest.LogCaptureFixture
+) -> None:
+    names = place.put(FMT, chunks(5), age=9 * DAY)
+    place.write(f"{PINS}/x.json", b'{"version": 99}')
+    place.round(place.keeper(max_bytes=SIZE))
+    assert place.objects() == set(names)
+    assert "the pin x is not known" in caplog.text
+
+
 def test_ages_pause_while_clocks_differ_and_bounds_hold(
     place: Place, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -24,6 +24,7 @@ from kvshelf.errors import TransientStorageError
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.tiers import tiered
 from kvshelf.vllm import connector
+from kvshelf.vllm.messages import MOST_TRIES, Inbox
 from kvshelf.vllm.metadata import StepMetadata
 from kvshelf.vllm.scheduler import SchedulerSide
 from kvshelf.vllm.scheduler.opening import Opening
@@ -360,3 +361,20 @@ def test_an_error_at_the_end_of_a_request_leaves_out_no_part(
     engine.add("r", prompt(40, 1))
     engine.finish()
     assert called == list(parts)
+
+
+def test_receiver_of_messages_that_raises_is_given_them_again_and_holds_up_no_other() -> None:
+    others: list[str] = []
+    tries: list[str] = []
+
+    def raises(message: str) -> None:
+        tries.append(message)
+        raise RuntimeError(message)
+
+    inbox = Inbox([raises, others.append])
+    for _ in range(MOST_TRIES):
+        assert inbox.heard == 0
+        inbox.take([(1, "first"), (2, "second")])
+    assert others == ["first", "second"]
+    assert tries == [*["first"] * MOST_TRIES, "second"]
+    assert inbox.heard == 1

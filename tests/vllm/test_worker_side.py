@@ -19,6 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 
 from kvshelf.errors import (
     ConfigError,
+    NoSpaceStorageError,
     PermanentStorageError,
     TransientStorageError,
     UnsupportedError,
@@ -243,6 +244,26 @@ def test_failed_load_is_told_until_this_rank_is_heard(
         said = rig.side.worker_metadata()
         rig.side.clear(meta)
         assert bool(said and said.facts) is is_told
+
+
+def test_worker_whose_storage_refused_writes_tells_when_it_takes_them_again(
+    make_worker: Callable[..., LoneWorker],
+) -> None:
+    rig = make_worker()
+
+    def tells_refused() -> bool | None:
+        said = rig.step(StepMetadata())[2]
+        refused: bool | None = said.writes_refused if said else None
+        return refused
+
+    rig.backend.add(Fault("write", error=NoSpaceStorageError("full")))
+    rig.store(rig.chunks(1))
+    assert tells_refused() is True
+    assert tells_refused() is None
+    rig.backend.heal()
+    # Half a minute after it refused a write the storage may be asked again.
+    time.sleep(31)
+    assert tells_refused() is False
 
 
 @pytest.mark.parametrize("read_only", [False, True])
