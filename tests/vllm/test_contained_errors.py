@@ -364,8 +364,7 @@ def test_an_error_at_the_end_of_a_request_leaves_out_no_part(
 
 
 def test_receiver_of_messages_that_raises_is_given_them_again_and_holds_up_no_other() -> None:
-    others: list[str] = []
-    tries: list[str] = []
+    others, tries = list[str](), list[str]()
 
     def raises(message: str) -> None:
         tries.append(message)
