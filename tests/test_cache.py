@@ -30,7 +30,7 @@ from kvshelf.errors import (
     UnavailableStorageError,
     UnsupportedError,
 )
-from kvshelf.format.keys import KeyChain, MultimodalItem
+from kvshelf.format.keys import KeyChain
 from kvshelf.forms import (
     BlobKV,
     PagedKV,
@@ -53,7 +53,7 @@ from kvshelf.transfer.loads import Loads
 from tests.native.simulated_device import SimulatedStreams
 from tests.server.node import LocalServer
 from tests.sim.storage import FAR, Fault, FaultyStorage, posix
-from tests.support.prompts import prompt
+from tests.support.prompts import any_identity, prompt
 from tests.support.waiting import PATIENCE, until
 
 LAYERS, HEADS, SIZE, CHUNK = 3, 4, 8, 16
@@ -726,15 +726,7 @@ def test_store_waits_for_staging_that_it_fills_several_times(make: Make) -> None
 
 
 @any_place
-@pytest.mark.parametrize(
-    "identity",
-    [
-        PromptIdentity("tenant"),
-        PromptIdentity(lora_digest=bytes(32)),
-        PromptIdentity(items=[MultimodalItem("image", 0, 4)]),
-    ],
-    ids=["salt", "adapter", "image"],
-)
+@any_identity
 @pytest.mark.parametrize("group_by_salt", [False, True])
 def test_identity_separates_prompts(
     make: Make, identity: PromptIdentity, group_by_salt: bool

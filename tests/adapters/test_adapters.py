@@ -22,7 +22,6 @@ from kvshelf.adapters.connection import AdapterThreads
 from kvshelf.adapters.copies import EngineCaches
 from kvshelf.adapters.names import MAX_HASH
 from kvshelf.errors import ConfigError, UnavailableStorageError, UnsupportedError
-from kvshelf.format.keys import MultimodalItem
 from kvshelf.format.namespace import Namespace
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.kv import sources
@@ -39,7 +38,7 @@ from kvshelf.server.client import (
 from tests.adapters.standin import ScriptedChannel
 from tests.native.fake_cudart import fake_cudart
 from tests.native.simulated_device import SimulatedStreams
-from tests.support.prompts import prompt
+from tests.support.prompts import any_identity, prompt
 from tests.support.waiting import until
 
 LAYERS, HEADS, SIZE, CHUNK, BLOCK, BLOCKS = 3, 4, 8, 16, 4, 64
@@ -541,15 +540,7 @@ def test_what_is_held_is_forgotten_with_its_leases(
     assert channel.ended == ["7"]
 
 
-@pytest.mark.parametrize(
-    "identity",
-    [
-        PromptIdentity("tenant"),
-        PromptIdentity(lora_digest=bytes(32)),
-        PromptIdentity(items=[MultimodalItem("image", 0, 4)]),
-    ],
-    ids=["salt", "adapter", "image"],
-)
+@any_identity
 def test_identity_separates_prompts(identity: PromptIdentity, engine: Engine) -> None:
     work = op("tokens", range(PER_CHUNK), 1)
     engine.worker.submit_store_request("s", work, None, identity=identity)

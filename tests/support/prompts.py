@@ -4,8 +4,22 @@ from __future__ import annotations
 
 import random
 
-from kvshelf.format.keys import Chunk, KeyChain
+import pytest
+
+from kvshelf import PromptIdentity
+from kvshelf.format.keys import Chunk, KeyChain, MultimodalItem
 from kvshelf.format.objects import ObjectFormat
+
+#: Calls a test with each kind of identity by which equal tokens have other KV.
+any_identity = pytest.mark.parametrize(
+    "identity",
+    [
+        PromptIdentity("tenant"),
+        PromptIdentity(lora_digest=bytes(32)),
+        PromptIdentity(items=[MultimodalItem("image", 0, 4)]),
+    ],
+    ids=["salt", "adapter", "image"],
+)
 
 
 def prompt(
