@@ -10,6 +10,9 @@ The forward pass compares all KV that the step reads, in every rank and layer. W
 ended, the engine compares what its next token reads of it. When the engine ends, every block has
 been given back. So "it ran" means "no wrong KV was loaded, and none was used". A group of kind
 "ring" has one block a request, which tokens overwrite in turn: its content is not compared.
+
+A drafter's layer has KV of its own. Where the drafter reads wrong KV, what it writes is wrong too,
+and the engine goes on: no answer depends on it. What a load says to have brought of it is compared.
 """
 
 from __future__ import annotations
@@ -19,7 +22,8 @@ import pickle  # noqa: TID251 - as vLLM does between its processes
 import time
 import warnings
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -68,7 +72,7 @@ with warnings.catch_warnings():
     from vllm.v1.request import Request, RequestStatus
 
     from kvshelf.vllm.connector import SharedStorageConnector
-    from kvshelf.vllm.metadata import NULL_BLOCK, LoadOp, StepMetadata
+    from kvshelf.vllm.metadata import NULL_BLOCK, Facts, LoadOp, StepMetadata
     from kvshelf.vllm.scheduler import SchedulerSide
     from kvshelf.vllm.worker.side import WorkerSide
 
@@ -93,6 +97,8 @@ _ORDERS = {
 #: What tests run: a key of `_ORDERS`, with " on a device" where the caches are on one that runs
 #: behind the host.
 RUNNERS = ["V1", "V1 speculative", "V2", "V1 on a device", DRAFTING]
+#: The layer of a drafter, which has a number behind those of the model.
+DRAFT_LAYER = "model.layers.9.attn"
 #: Simulated time that a step takes.
 STEP_SECONDS = 0.002
 
@@ -100,6 +106,8 @@ STEP_SECONDS = 0.002
 Variant: TypeAlias = tuple[float, str]
 #: The variants with which a token's KV and the tokens before it were computed, the first one first.
 Origin: TypeAlias = tuple[Variant, ...]
+#: What a drafter's layer has that belongs to no prefix.
+NO_DRAFTS: Origin = ((0.0, "no drafts"),)
 
 
 class Text:
@@ -263,27 +271,51 @@ class Rank:
             return positions - start, table[0] * layers.block_size + positions % layers.block_size
         return held_slots(table, start, end, layers.block_size, self.place)
 
-    def write(
-        self, table: Sequence[int], group: int, start: int, kv: Callable[..., Tensor]
-    ) -> None:
-        """Write what the layers of a group compute of some tokens; `kv` is by layer and heads."""
+    def places(
+        self,
+        table: Sequence[int],
+        group: int,
+        start: int,
+        kv: Callable[..., Tensor],
+        *,
+        drafts: bool = False,
+    ) -> Iterator[tuple[str, Any, Tensor, Tensor, Tensor]]:
+        """Where the layers of a group have some tokens, and what this rank has of their KV.
+
+        `kv` is by layer and heads. The layers are the model's, or the drafter's.
+        """
         for index, name, impl, cache in attention_layers(self.paged):
-            if index == group:
+            if index == group and drafts is (name in self.paged.groups[group].drafts):
                 values = kv(name, self.heads_of(name))
                 held, slots = self.slots(group, table, start, start + values.shape[1])
-                own = values[:, held][:, :, self.paged.heads[name]]
-                self.enqueue(impl.put, cache, slots, own)
+                yield name, impl, cache, slots, values[:, held][:, :, self.paged.heads[name]]
+
+    def write(
+        self,
+        table: Sequence[int],
+        group: int,
+        start: int,
+        kv: Callable[..., Tensor],
+        *,
+        drafts: bool = False,
+    ) -> None:
+        """Write what the layers of a group compute of some tokens."""
+        for _, impl, cache, slots, values in self.places(table, group, start, kv, drafts=drafts):
+            self.enqueue(impl.put, cache, slots, values)
 
     def compare(
-        self, table: Sequence[int], group: int, start: int, kv: Callable[..., Tensor], what: str
+        self,
+        table: Sequence[int],
+        group: int,
+        start: int,
+        kv: Callable[..., Tensor],
+        what: str,
+        *,
+        drafts: bool = False,
     ) -> None:
         """Fail unless the layers of a group have this KV."""
-        for index, name, impl, cache in attention_layers(self.paged):
-            if index == group:
-                values = kv(name, self.heads_of(name))
-                held, slots = self.slots(group, table, start, start + values.shape[1])
-                own = values[:, held][:, :, self.paged.heads[name]]
-                self.enqueue(_compare, impl, cache, slots, own, f"{what}, {name}")
+        for name, *place in self.places(table, group, start, kv, drafts=drafts):
+            self.enqueue(_compare, *place, f"{what}, {name}")
 
     def heads_of(self, name: str) -> int:
         """The KV heads of a layer on all ranks."""
@@ -317,8 +349,12 @@ class Rank:
 
 
 def _compare(impl: Any, cache: Tensor, slots: Tensor, right: Tensor, what: str) -> None:
+    assert _has(impl, cache, slots, right), what
+
+
+def _has(impl: Any, cache: Tensor, slots: Tensor, right: Tensor) -> bool:
     held = impl.get(cache, slots).contiguous().view(torch.int16)
-    assert torch.equal(held, right.contiguous().view(torch.int16)), what
+    return torch.equal(held, right.contiguous().view(torch.int16))
 
 
 def _is_empty(block: Tensor) -> None:
@@ -511,6 +547,8 @@ class EngineModel(ScheduledRequests):
         The engine's parallelism, as vLLM's options.
     lora : dict
         What the connector reads of a ``LoRAConfig``.
+    drafter : SpeculativeConfig, optional
+        The engine has a drafter with one layer, which is in the last group. It proposes no tokens.
     room : int, optional
         The most tokens of a step as workers see it, by which they size their buffers on a device;
         default: `budget`.
@@ -520,6 +558,8 @@ class EngineModel(ScheduledRequests):
         vLLM's ``kv_role``.
     on : str
         The kind of device that vLLM has been told of.
+    model : dict
+        What the connector reads of a ``ModelConfig``, where it differs.
     **options
         kvshelf's configuration.
     """
@@ -541,14 +581,20 @@ class EngineModel(ScheduledRequests):
         decode_context: int = 1,
         interleave: int = 1,
         lora: Mapping[str, Any] | None = None,
+        drafter: Any = None,
         room: int | None = None,
         seed: int = 0,
         role: str = "kv_both",
         on: str = "cpu",
+        model: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
+        if drafter is not None:
+            groups = [*groups[:-1], replace(groups[-1], drafts=(DRAFT_LAYER,))]
         self.groups = groups
+        self.drafter = drafter
         self.runner = _ORDERS[runner.partition(" on ")[0]]
+        assert drafter is None or "draft" in self.runner.calls
         #: The device that runs what the engine enqueues, if it is apart from the host.
         self.device = SimulatedStreams(seed) if runner.endswith("on a device") else None
         if self.device is not None:
@@ -557,7 +603,9 @@ class EngineModel(ScheduledRequests):
         ranks = tensor_parallel * prefill_context
         most = max(heads for group in groups for heads in group.heads)
         self.config = scheduler_config(
-            model_config(get_total_num_kv_heads=lambda: most, max_model_len=16384),
+            model_config(
+                **{"get_total_num_kv_heads": lambda: most, "max_model_len": 16384, **(model or {})}
+            ),
             block_size=min(group.block_size for group in groups if group.kind != "ring"),
             blocks=blocks,
             budget=budget,
@@ -566,6 +614,7 @@ class EngineModel(ScheduledRequests):
             prefix_caching=prefix_caching,
             second_runner=runner.startswith("V2"),
             kv_transfer_config=transfer_config(shelf, role, **options),
+            speculative_config=drafter,
             lora_config=None if lora is None else SimpleNamespace(**{"max_loras": 9} | lora),
         )
         self.config.device_config = SimpleNamespace(device_type=on)
@@ -601,6 +650,8 @@ class EngineModel(ScheduledRequests):
         self._begun: list[LoadOp] = []
         #: Requests of which a load failed.
         self.failed: set[str] = set()
+        #: Requests of which the drafter has read KV that does not belong to their prefix.
+        self.misled: set[str] = set()
         #: Tokens that each step computed of each request.
         self.written: list[tuple[str, int, int]] = []
         self.steps = 0
@@ -741,16 +792,23 @@ class EngineModel(ScheduledRequests):
                 raise self.forward_error
             for name, start, end in computed:
                 kv = partial(self.texts[name].kv, origins[name], start, end)
+                wrong = partial(self.texts[name].kv, NO_DRAFTS, start, end)
                 for group, table in enumerate(tables[name]):
                     rank.write(table, group, start, kv)
+                    rank.write(table, group, start, wrong, drafts=True)
             for name, start, _ in computed:
                 self._compare(rank, name, tables[name], 0, start)
             rank.check_null_block()
 
+        def draft(rank: Rank) -> None:
+            for name, start, end in computed if self._drafts(computed) else ():
+                self._draft(rank, name, tables[name], (start, end), origins[name])
+
         results = []
         for rank in self.ranks:
             self._fill_new_blocks(rank, output, computed, tables)
-            results.append(self._execute(rank, output, meta, partial(forward, rank)))
+            compute = partial(forward, rank), partial(draft, rank)
+            results.append(self._execute(rank, output, meta, *compute))
         self.written += computed
         if Simulation.current is not None:
             # Other threads run in the time that a model needs.
@@ -763,11 +821,21 @@ class EngineModel(ScheduledRequests):
         cached = output.scheduled_cached_reqs
         begins = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
         begins.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-        counts = output.num_scheduled_tokens.items()
-        return [(name, begins[name], begins[name] + count) for name, count in counts]
+        # vLLM pads requests that compute one token with drafts, of which there are none.
+        drafts = output.scheduled_spec_decode_tokens
+        counts = {
+            name: count - len(drafts.get(name, ()))
+            for name, count in output.num_scheduled_tokens.items()
+        }
+        return [(name, begins[name], begins[name] + count) for name, count in counts.items()]
 
     def _execute(
-        self, rank: Rank, output: Any, meta: StepMetadata, compute: Callable[[], None]
+        self,
+        rank: Rank,
+        output: Any,
+        meta: StepMetadata,
+        compute: Callable[[], None],
+        draft: Callable[[], None],
     ) -> KVConnectorOutput:
         """Make the calls of a step in one rank."""
         connector, result = rank.connector, KVConnectorOutput()
@@ -787,7 +855,7 @@ class EngineModel(ScheduledRequests):
             "forward": forward,
             "finish": connector.finish_forward,
             "output": self._note_output,
-            "draft": lambda: None,
+            "draft": draft,
             "loads": lambda: connector.start_load_kv(None),
             "save": connector.wait_for_save,
             "results": gather,
@@ -911,13 +979,67 @@ class EngineModel(ScheduledRequests):
         """Fail unless a rank has the KV of the tokens before `end` that one at `end` reads."""
         text = self.texts[name]
         for group, table in enumerate(tables):
-            token = last = max(start, self._first_read(group, end))
-            unit = self.unit[group]
-            assert all(table[token // unit : -(-end // unit)]), "a block is not there"
-            for origin, run in groupby(self._history(group, table, end)[token:]):
-                token, last = last, last + len(list(run))
+            first, unit = max(start, self._first_read(group, end)), self.unit[group]
+            assert all(table[first // unit : -(-end // unit)]), "a block is not there"
+            for origin, token, last in self._origin_runs(group, table, first, end):
                 what = f"tokens {token} to {last} of {name}, group {group}, rank {rank.number}"
                 rank.compare(table, group, token, partial(text.kv, origin, token, last), what)
+
+    def _origin_runs(
+        self, group: int, table: Sequence[int], start: int, end: int
+    ) -> Iterator[tuple[Origin, int, int]]:
+        """The origins of the KV of tokens in a group, each with its first token and its end."""
+        last = start
+        for origin, run in groupby(self._history(group, table, end)[start:]):
+            token, last = last, last + len(list(run))
+            yield origin, token, last
+
+    def _drafts(self, computed: Sequence[tuple[str, int, int]]) -> bool:
+        """Whether the drafter runs in a step: not where drafts would exceed its longest prompt."""
+        if self.drafter is None or self.drafter.draft_model_config is None:
+            return False
+        longest = (
+            self.drafter.draft_model_config.max_model_len - self.drafter.num_speculative_tokens
+        )
+        return max((end for _, _, end in computed), default=0) <= longest
+
+    def _draft(
+        self,
+        rank: Rank,
+        name: str,
+        tables: Sequence[list[int]],
+        tokens: tuple[int, int],
+        origin: Origin,
+    ) -> None:
+        """Have the drafter compute some tokens: of no use where it has not right KV before them."""
+        group, table, text = len(tables) - 1, tables[-1], self.texts[name]
+        start, end = tokens
+        wrong = partial(text.kv, NO_DRAFTS, start, end)
+
+        def check(*place: Any) -> None:
+            if not _has(*place):
+                self.misled.add(name)
+                for _, impl, cache, *content in rank.places(
+                    table, group, start, wrong, drafts=True
+                ):
+                    impl.put(cache, *content)
+
+        rank.write(table, group, start, partial(text.kv, origin, start, end), drafts=True)
+        for before, token, last in self._origin_runs(group, table, 0, start):
+            kv = partial(text.kv, before, token, last)
+            for _, *place in rank.places(table, group, token, kv, drafts=True):
+                rank.enqueue(check, *place)
+
+    def _check_loaded_drafts(self, rank: Rank, op: LoadOp, facts: Sequence[Facts]) -> None:
+        """Compare what a load has brought of the drafter's KV: all that it does not deny."""
+        denied = [
+            token for told in facts for name, token in told.without_drafts if name == op.request_id
+        ]
+        group, text = len(op.block_ids) - 1, self.texts[op.request_id]
+        end = min([op.end if op.drafts else op.start, *denied])
+        for origin, token, last in self._origin_runs(group, op.block_ids[-1], op.start, end):
+            kv, what = partial(text.kv, origin, token, last), f"drafts of {op.request_id}"
+            rank.compare(op.block_ids[-1], group, token, kv, what, drafts=True)
 
     def _fill_new_blocks(
         self,
@@ -960,6 +1082,9 @@ class EngineModel(ScheduledRequests):
                 continue
             if self.is_loading(name):
                 self._compare(rank, name, op.block_ids, op.start, op.end)
+                meta = result.kv_connector_worker_meta
+                facts = () if meta is None else meta.facts.get(rank.number, ())
+                self._check_loaded_drafts(rank, op, [told for _, told in facts])
 
 
 #: Starts an engine.

@@ -31,6 +31,7 @@ with warnings.catch_warnings():
     pytest.importorskip("vllm")
     from vllm.config import VllmConfig
     from vllm.config.cache import CacheConfig
+    from vllm.config.model_arch import ModelArchitectureConfig
     from vllm.config.scheduler import SchedulerConfig
     from vllm.v1.attention.backend import AttentionImpl
     from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
@@ -78,6 +79,32 @@ def model_config(**options: Any) -> SimpleNamespace:
     return SimpleNamespace(**values | options)
 
 
+def stated_heads(heads: Sequence[int]) -> ModelArchitectureConfig:
+    """What vLLM's configuration states of a model whose layers have these KV heads."""
+    layers = [
+        ModelArchitectureConfig(
+            architectures=["Simulated"],
+            model_type="simulated",
+            text_model_type=None,
+            hidden_size=64,
+            total_num_hidden_layers=len(heads),
+            total_num_attention_heads=max(heads),
+            head_size=SIZE,
+            vocab_size=1000,
+            total_num_kv_heads=count,
+            num_experts=0,
+            num_experts_per_token=0,
+            quantization_config=None,
+            is_deepseek_mla=False,
+            is_mm_prefix_lm=False,
+            rswa_window=None,
+            derived_max_model_len_and_key=(4096.0, None),
+        )
+        for count in heads
+    ]
+    return ModelArchitectureConfig.from_layers(layers)
+
+
 def parallel_config(**options: Any) -> SimpleNamespace:
     """What the connector reads of a ``ParallelConfig``."""
     values = {
@@ -104,6 +131,21 @@ def speculation(method: str, **options: Any) -> SimpleNamespace:
         "kv_cache_dtype": None,
     }
     return SimpleNamespace(**values | options)
+
+
+def drafter(drafts: int = 3, **options: Any) -> SimpleNamespace:
+    """What vLLM's scheduler reads besides: an MTP drafter, whose layers are in the checkpoint."""
+    values = {
+        "num_speculative_tokens": drafts,
+        "max_num_new_slots_for_drafting": 0,
+        "draft_model_config": model_config(),
+        "use_eagle": lambda: True,
+        "use_eagle_block_drop": lambda: True,
+        "use_dspark": lambda: False,
+        "use_dflash": lambda: False,
+        "use_multi_module_mtp": lambda: False,
+    }
+    return speculation("mtp", **values | options)
 
 
 def transfer_config(shelf: str, role: str = "kv_both", **options: Any) -> SimpleNamespace:
@@ -486,8 +528,8 @@ class PagedCaches:
             num_blocks=blocks,
             kv_cache_tensors=[],
             kv_cache_groups=[
-                KVCacheGroupSpec(list(layers), spec)
-                for layers, spec in zip(self.names, self.specs, strict=True)
+                KVCacheGroupSpec(list(layers), spec, is_eagle_group=bool(group.drafts))
+                for layers, spec, group in zip(self.names, self.specs, groups, strict=True)
             ],
         )
         self.layers: dict[str, Any] = {}

@@ -24,7 +24,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, TypeAlias
 
 import pytest
@@ -32,7 +31,7 @@ import pytest
 from tests.sim import engine as engine_model
 from tests.sim import engine_sides as sides
 from tests.sim.engine import ScheduledRequests, resolve_sizes
-from tests.sim.engine_caches import model_config, scheduler_config, speculation, transfer_config
+from tests.sim.engine_caches import drafter, model_config, scheduler_config, transfer_config
 from tests.vllm.hybrid_specs import COMPRESSED, cache_config
 
 with warnings.catch_warnings():
@@ -247,28 +246,11 @@ def make_vllm_config(
         ),
     )
     if drafts:
-        config.speculative_config = _drafts(drafts, model if has_kv else None)
+        # Without its model's configuration nothing of the drafter's KV is stored.
+        config.speculative_config = drafter(drafts, draft_model_config=model if has_kv else None)
     config.parallel_config.data_parallel_size = data_parallel
     config.parallel_config.tensor_parallel_size = config.parallel_config.world_size = ranks
     return config
-
-
-def _drafts(count: int, model: Any) -> SimpleNamespace:
-    """What vLLM's scheduler and the connector read of a ``SpeculativeConfig``: a head for MTP.
-
-    Without `model` nothing of the drafter's KV is stored.
-    """
-    return speculation(
-        "mtp",
-        num_speculative_tokens=count,
-        max_num_new_slots_for_drafting=0,
-        draft_model_config=model,
-        use_eagle=lambda: True,
-        use_eagle_block_drop=lambda: True,
-        use_dspark=lambda: False,
-        use_dflash=lambda: False,
-        use_multi_module_mtp=lambda: False,
-    )
 
 
 class ScheduledEngine(ScheduledRequests):
