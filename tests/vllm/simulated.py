@@ -31,8 +31,6 @@ from torch import Tensor
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     pytest.importorskip("vllm")
-    from vllm.config.model_arch import ModelArchitectureConfig
-
     from kvshelf.vllm.groups import CacheGroups
     from kvshelf.vllm.metadata import StepMetadata, WorkerMetadata
     from kvshelf.vllm.scheduler import Engine, SchedulerSide
@@ -55,6 +53,7 @@ from tests.sim.engine_caches import (
     held_slots,
     names,
     parallel_config,
+    stated_heads,
     vllm_config,
 )
 from tests.sim.engine_sides import Request
@@ -91,32 +90,6 @@ def kv_of(tokens: Sequence[int], heads: Sequence[int] = (HEADS,) * LAYERS) -> Te
     for layer, count in enumerate(heads):
         kv[layer, :, :, count:] = 0
     return kv
-
-
-def stated_heads(heads: Sequence[int]) -> ModelArchitectureConfig:
-    """What vLLM's configuration states of a model whose layers have these KV heads."""
-    layers = [
-        ModelArchitectureConfig(
-            architectures=["Simulated"],
-            model_type="simulated",
-            text_model_type=None,
-            hidden_size=64,
-            total_num_hidden_layers=len(heads),
-            total_num_attention_heads=max(heads),
-            head_size=SIZE,
-            vocab_size=1000,
-            total_num_kv_heads=count,
-            num_experts=0,
-            num_experts_per_token=0,
-            quantization_config=None,
-            is_deepseek_mla=False,
-            is_mm_prefix_lm=False,
-            rswa_window=None,
-            derived_max_model_len_and_key=(4096.0, None),
-        )
-        for count in heads
-    ]
-    return ModelArchitectureConfig.from_layers(layers)
 
 
 def block_hashes(tokens: Sequence[int], block_size: int) -> list[bytes]:
@@ -313,26 +286,6 @@ class SimulatedEngine:
     def worker(self) -> WorkerSide:
         """The side of rank 0."""
         return self.ranks[0].worker
-
-    @property
-    def impl(self) -> Writing:
-        """The attention of rank 0."""
-        impl: Writing = self.ranks[0].layers["model.layers.0.attn"].impl
-        return impl
-
-    @property
-    def layers(self) -> dict[str, Any]:
-        """The layers of rank 0."""
-        return self.ranks[0].layers
-
-    @property
-    def caches(self) -> dict[str, Tensor]:
-        """The caches of rank 0."""
-        return self.ranks[0].caches
-
-    def bind(self, caches: dict[str, Tensor]) -> None:
-        """Give the layers other memory, as after sleep."""
-        self.ranks[0].bind(caches)
 
     def close(self) -> None:
         """Stop all threads."""

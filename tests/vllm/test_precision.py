@@ -43,8 +43,8 @@ from vllm.scalar_type import scalar_types
 from kvshelf.errors import UnsupportedError
 from kvshelf.vllm.worker import precision as subject
 from kvshelf.vllm.worker.precision import precision
+from tests.sim.engine_caches import model_config
 from tests.vllm.record_inputs import LEDGER
-from tests.vllm.simulated import model_config
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # importing vLLM warns
 
