@@ -1,19 +1,18 @@
-"""Drafters with attention layers, in simulated engines."""
+"""Drafters with attention layers: which of their KV is stored, and loaded with the model's."""
 
 from __future__ import annotations
 
-import functools
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing
+from collections.abc import Iterator
+from contextlib import ExitStack
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -36,136 +35,50 @@ from kvshelf.vllm.worker.drafter import Drafter
 from kvshelf.vllm.worker.engine import WorkerEngine
 from kvshelf.vllm.worker.parts import Part
 from kvshelf.vllm.worker.side import WorkerSide
-from tests.sim import engine_caches as configs
 from tests.sim import engine_sides as sides
-from tests.sim.engine_caches import speculation
+from tests.sim.engine import DRAFT_LAYER, EngineModel, Start
+from tests.sim.engine_caches import HEADS, drafter, model_config, speculation, vllm_config
 from tests.support.clocks import Clock
 from tests.support.prompts import prompt
-from tests.support.waiting import PATIENCE, until
-from tests.vllm.simulated import DRAFT_LAYER, SimulatedEngine, block_hashes, model_config
+from tests.support.waiting import until
 
-SIZE = 32
-BLOCK = 16
-
-
-def drafter(**fields: Any) -> SimpleNamespace:
-    """An MTP drafter: its layers are in the model's checkpoint."""
-    return speculation("mtp", **{"draft_model_config": model_config()} | fields)
+CHUNK = 8
+SHELF = "shelf"
 
 
-class Drafting:
-    """A simulated engine with vLLM's prefix cache, whose drafter reads KV of all tokens before."""
-
-    def __init__(self, shelf: Path, *, blocks: int = 400, **options: Any) -> None:
-        options = {"speculative_config": drafter(), "chunk_size": SIZE} | options
-        self.engine = SimulatedEngine(shelf, "NHD", BLOCK, blocks=blocks, **options)
-        self.cached: dict[bytes, int] = {}
-        # The drafter's namespace follows from the model's.
-        for _ in range(3):
-            self.engine.step([])
-
-    def serve(
-        self,
-        tokens: list[int],
-        pieces: tuple[int, ...] = (),
-        others: int = 0,
-        drafts_last: bool = False,
-    ) -> int:
-        """Serve one prompt; return how many tokens came from the shelf.
-
-        Parameters
-        ----------
-        tokens : list of int
-        pieces : tuple of int
-            Where steps end.
-        others : int
-            Tokens that another connector has loaded, without KV of the drafter.
-        drafts_last : bool
-            The drafter writes behind the forward pass, as in vLLM's second model runner.
-        """
-        engine = self.engine
-        request = engine.request(tokens)
-        block_ids = []
-        for block in request.block_hashes[: (len(tokens) - 1) // BLOCK]:
-            if block not in self.cached:
-                break
-            block_ids.append(self.cached[block])
-        at_hand = len(block_ids) * BLOCK
-        found = engine.matched(request, at_hand)
-        block_ids += engine.blocks_for(len(tokens) - at_hand)
-        start = at_hand
-        if found and not others:
-            engine.scheduler.allocated(request, (block_ids,), found)
-            deadline = time.monotonic() + PATIENCE
-            while request.request_id not in engine.step([]):
-                assert time.monotonic() < deadline
-            start += found
-        if others:
-            engine.put(tokens, block_ids, start, others)
-            self.spoil(block_ids, start, others)
-            start, found = others, 0
-        for end in sorted({*(end for end in pieces if start < end < len(tokens)), len(tokens)}):
-            good = all(engine.has_drafts(tokens, block_ids)[:start])
-            engine.put(tokens, block_ids, start, end)
-            draft = None
-            if drafts_last:
-                # What is there before the drafter has run is no KV.
-                self.spoil(block_ids, start, end)
-                draft = functools.partial(engine.put, tokens, block_ids, start, end)
-            if not good:
-                self.spoil(block_ids, start, end)
-            engine.step([(request.request_id, start, end - start)], block_ids, draft)
-            start = end
-        for rank in engine.ranks:
-            assert rank.worker.drain(PATIENCE) == 0
-        engine.scheduler.finished(request.request_id)
-        self.cached |= dict(zip(request.block_hashes, block_ids, strict=False))
-        self.block_ids = block_ids
-        return found
-
-    def spoil(self, block_ids: list[int], start: int, end: int) -> None:
-        """Write KV of the drafter that belongs to no prefix."""
-        for rank in self.engine.ranks:
-            held, slots = rank.held(block_ids, start, end)
-            for impl, cache, _ in rank.draft_layers():
-                impl.put(cache, slots, torch.randn(2, len(held), impl.heads, 16))
-
-    def drafts_of(self, tokens: list[int]) -> list[bool]:
-        """Whether the drafter's KV of each token of the last prompt is right."""
-        return self.engine.has_drafts(tokens, self.block_ids)
-
-    def close(self) -> None:
-        self.engine.close()
+def announce(engine: EngineModel) -> EngineModel:
+    """Step until workers know the namespace of their drafter, if they ever will."""
+    for _ in range(5):
+        engine.step()
+    return engine
 
 
 @pytest.fixture
-def make(tmp_path: Path) -> Iterator[Callable[..., Drafting]]:
-    """Make engines on one shelf."""
-    with ExitStack() as stack:
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Start engines with a drafter on one shelf, which keep no blocks; they end with the test."""
+    engines: list[EngineModel] = []
 
-        def engine(**options: Any) -> Drafting:
-            return stack.enter_context(closing(Drafting(tmp_path / "shelf", **options)))
+    def start(**options: Any) -> EngineModel:
+        options = {"runner": "V1 speculative", "drafter": drafter(), **options}
+        engines.append(EngineModel(str(tmp_path / SHELF), prefix_caching=False, **options))
+        return announce(engines[-1])
 
-        yield engine
-
-
-def namespaces(shelf: Path) -> dict[str, dict[str, bytes]]:
-    """All objects of a shelf: namespace folder, name, content."""
-    return {
-        folder.name: {
-            str(file.relative_to(folder)): file.read_bytes()
-            for file in folder.rglob("*.safetensors")
-        }
-        for folder in shelf.iterdir()
-        if not folder.name.startswith(".")
-    }
+    yield start
+    for engine in engines:
+        engine.close()
 
 
-def of_drafter(engine: Drafting, shelf: Path) -> dict[str, bytes]:
-    """The objects in the namespace of an engine's drafter."""
-    namespace = sides.namespace_of_drafts(engine.engine.scheduler)
+def namespaces(shelf: Path) -> dict[str, int]:
+    """The namespace folders of a shelf, and how many objects each has."""
+    folders = [folder for folder in shelf.iterdir() if not folder.name.startswith(".")]
+    return {folder.name: len(list(folder.rglob("*.safetensors"))) for folder in folders}
+
+
+def chunks_of_drafter(engine: EngineModel, root: Path) -> int:
+    """The chunks in the namespace of an engine's drafter."""
+    namespace = sides.namespace_of_drafts(engine.side)
     assert namespace is not None
-    return namespaces(shelf).get(namespace.folder, {})
+    return namespaces(root / SHELF).get(namespace.folder, 0) // HEADS
 
 
 # ------------------------------------------------------------------------- the drafter's KV
@@ -173,28 +86,26 @@ def of_drafter(engine: Drafting, shelf: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("others_fill", [False, True])
 def test_a_drafter_that_runs_when_the_step_may_be_over_decides_only_on_its_own_kv(
-    make: Callable[..., Drafting], tmp_path: Path, others_fill: bool
+    start: Start, tmp_path: Path, others_fill: bool
 ) -> None:
     """In the order of vLLM's second model runner."""
-    tokens = prompt(70)
-    first = make(others_fill=others_fill)
-    first.serve(tokens, (20, 50), drafts_last=True)
+    first = start(runner="V2 speculative", budget=6)
+    first.worker.side.stores.others_fill = others_fill
+    first.run(prompt(20))
     # Beside a connector that may fill the blocks meanwhile the drafter's KV is not stored.
-    assert len(of_drafter(first, tmp_path / "shelf")) == (0 if others_fill else 2 * 2)
-    second = make()
-    assert second.serve(tokens) == 64
-    assert all(second.drafts_of(tokens)[:64]) is not others_fill
+    assert chunks_of_drafter(first, tmp_path) == (0 if others_fill else 2)
+    second = start()
+    assert second.run(prompt(20)) == [16]
+    assert bool(second.misled) is others_fill
 
 
 @pytest.mark.parametrize("ends", ["cut", "failed"])
 def test_a_load_of_a_drafters_kv_ends_with_the_models(
-    make: Callable[..., Drafting], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: str
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: str
 ) -> None:
-    tokens = prompt(100)
-    make().serve(tokens)
-    engine, clock = make().engine, Clock(1e6)
-    model, drafts = engine.scheduler.namespace, sides.namespace_of_drafts(engine.scheduler)
-    assert model is not None
+    start().run(prompt(30))
+    engine, clock = start(), Clock(1e6)
+    drafts = sides.namespace_of_drafts(engine.side)
     gate, fetch = threading.Event(), ShelfView.fetch
 
     def hanging(view: ShelfView, *args: Any) -> Any:
@@ -208,57 +119,41 @@ def test_a_load_of_a_drafters_kv_ends_with_the_models(
         monkeypatch.setattr(module, "time", times)
     monkeypatch.setattr(worker_loads, "IDLE_WAIT_SECONDS", 0.0)
     patience = (1.0,) if ends == "cut" else ()
-    monkeypatch.setattr(engine.scheduler.admission, "begin", lambda *_, **__: (patience, 0))
-    request = engine.request(tokens)
-    found = engine.matched(request, 0)
+    monkeypatch.setattr(engine.side.admission, "begin", lambda *_, **__: (patience, 0))
     if ends == "failed":
-        for file in (tmp_path / "shelf" / model.folder).rglob("*-1-*.safetensors"):
+        for file in (tmp_path / SHELF / engine.format.namespace.folder).rglob("*-1-*.safetensors"):
             file.write_bytes(bytes(file.stat().st_size))
-    engine.scheduler.allocated(request, (engine.blocks_for(100),), found)
-    ended = engine.step([])
+    engine.add("r", prompt(30))
     if ends == "cut":
-        until(lambda: engine.worker.counters.snapshot().get("loaded_chunks") == 3)
-        assert not ended | engine.step([])
+        until(lambda: engine.step() is not None and engine.worker.counted["loaded_chunks"] == 3)
+        engine.step()
+        assert engine.is_loading("r")
         clock.now += 1.5
-    until(lambda: bool(ended) or bool(engine.step([])))
+    engine.finish()
+    assert engine.loaded("r") == 24
     gate.set()
 
 
-def test_kv_behind_what_another_connector_loaded_is_not_stored(
-    make: Callable[..., Drafting], tmp_path: Path
-) -> None:
-    drafting = make()
-    drafting.serve(prompt(100), others=40)
-    assert of_drafter(drafting, tmp_path / "shelf") == {}
-    drafting.serve([*prompt(100), *prompt(70, 1)])
-    assert of_drafter(drafting, tmp_path / "shelf") == {}
-
-
-def test_kv_of_steps_without_drafts_is_not_stored(
-    make: Callable[..., Drafting], tmp_path: Path
-) -> None:
-    config = drafter(draft_model_config=model_config(max_model_len=70))
-    drafting = make(speculative_config=config)
-    # Three drafts and one more token fit behind 66 tokens.
-    drafting.serve(prompt(80), (64,))
-    assert len(of_drafter(drafting, tmp_path / "shelf")) == 2 * 2
-    drafting.serve(prompt(80, 1), (40,))
-    assert len(of_drafter(drafting, tmp_path / "shelf")) == 3 * 2
+def test_kv_of_steps_without_drafts_is_not_stored(start: Start, tmp_path: Path) -> None:
+    # Three drafts and one more token fit behind 18 tokens.
+    short = drafter(draft_model_config=model_config(max_model_len=22))
+    for budget, seed, chunks in ((16, 0, 2), (10, 1, 3)):
+        engine = start(drafter=short, budget=budget)
+        engine.run(prompt(20, seed))
+        assert chunks_of_drafter(engine, tmp_path) == chunks
 
 
 def test_after_other_weights_the_drafter_is_left_out(
-    make: Callable[..., Drafting], caplog: pytest.LogCaptureFixture
+    start: Start, caplog: pytest.LogCaptureFixture
 ) -> None:
-    scheduler = make().engine.scheduler
-    drafts = sides.drafts_of(scheduler)
-    assert scheduler.namespace is not None
-    before = scheduler.namespace.digest
-    assert isinstance(drafts.chain(before, SIZE), DraftedChain)
+    engine = start()
+    drafts, before = sides.drafts_of(engine.side), engine.format.namespace.digest
+    assert isinstance(drafts.chain(before, CHUNK), DraftedChain)
     changed: Any = SimpleNamespace(digest=bytes(32))
     drafts.receive({}, changed, all_spoke=True)
     assert "weights were changed in place" in caplog.text
     for digest in (changed.digest, before):
-        assert not isinstance(drafts.chain(digest, SIZE), DraftedChain)
+        assert not isinstance(drafts.chain(digest, CHUNK), DraftedChain)
     assert drafts.announcement is None
 
 
@@ -268,105 +163,87 @@ def _fail(*_: object, **__: object) -> None:
 
 @pytest.mark.parametrize("where", ["asked", "to_load", "receive"])
 def test_after_an_error_the_scheduler_leaves_the_drafter_out(
-    make: Callable[..., Drafting], monkeypatch: pytest.MonkeyPatch, where: str
+    start: Start, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
-    tokens = prompt(100)
-    make().serve(tokens)
-    drafting = make()
-    drafts = sides.drafts_of(drafting.engine.scheduler)
+    start().run(prompt(20))
+    engine = start()
+    drafts = sides.drafts_of(engine.side)
     if where == "asked":
         monkeypatch.setattr(drafts, "_forget", _fail)
     elif where == "receive":
         monkeypatch.setattr(drafts._handshake, "receive", _fail)
     else:
         monkeypatch.setattr(scheduler_drafts, "_Progress", lambda *_: object())
-    assert drafting.serve(tokens) == 96
+    assert engine.run(prompt(20)) == [16]
     assert drafts.left_out
 
 
-def test_a_worker_without_its_drafter_tells_so_when_its_first_report_is_lost(
-    make: Callable[..., Drafting], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = make().engine
-    worker = engine.worker
-    assert worker.drafter is not None
-    worker.drafter.registration.disable("an error")
-    with monkeypatch.context() as patch:
-        metadata = worker.worker_metadata
-        patch.setattr(worker, "worker_metadata", lambda: metadata() and None)
-        engine.step([])
-    engine.step([])
-    assert sides.drafts_of(engine.scheduler).left_out
+def test_a_worker_without_its_drafter_tells_so_when_its_first_report_is_lost(start: Start) -> None:
+    engine = start()
+    assert engine.worker.side.drafter is not None
+    engine.worker.side.drafter.registration.disable("an error")
+    for reports in ((), (1,)):
+        engine.deliver = lambda report, reports=reports: [report for _ in reports]
+        assert not sides.drafts_of(engine.side).left_out
+        engine.step()
+    assert sides.drafts_of(engine.side).left_out
 
 
 @pytest.mark.parametrize("where", ["slots_to_load", "slots_to_store"])
 def test_an_error_of_the_drafter_in_a_worker_leaves_the_models_kv_alone(
-    make: Callable[..., Drafting],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    where: str,
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
-    first, second = make(), make()
-    worker = (second if where == "slots_to_load" else first).engine.worker
-    assert worker.drafter is not None
+    first, second = start(), start()
+    drafter_of_worker = (second if where == "slots_to_load" else first).worker.side.drafter
+    assert drafter_of_worker is not None
     module = worker_loads if where == "slots_to_load" else worker_stores
-    compute, memory = getattr(module, where), worker.drafter.memory
+    compute, memory = getattr(module, where), drafter_of_worker.memory
     assert memory is not None
 
     def failing(slots: Any, *args: Any, **options: Any) -> Any:
         return _fail() if slots is memory.slots else compute(slots, *args, **options)
 
     monkeypatch.setattr(module, where, failing)
-    first.serve(prompt(100))
-    assert len(of_drafter(first, tmp_path / "shelf")) == (6 if where == "slots_to_load" else 0)
-    assert second.serve(prompt(100)) == 96
-    assert second.engine.worker.counters.snapshot()["loaded_tokens"] == 96
-    assert not any(second.drafts_of(prompt(100))[:96])
+    first.run(prompt(30))
+    assert chunks_of_drafter(first, tmp_path) == (3 if where == "slots_to_load" else 0)
+    assert second.run(prompt(30)) == [24]
+    assert second.worker.counted["loaded_tokens"] == 24
+    assert second.misled
+
+
+FEWER = "fewer drafts are accepted"
 
 
 @pytest.mark.parametrize(
-    "fields",
+    ("fields", "ranks", "line"),
     [
-        {"draft_parallel_config": SimpleNamespace(tensor_parallel_size=2)},
-        {"num_speculative_tokens_per_batch_size": [(1, 3)]},
-        {"draft_model_config": None},
+        ({"draft_parallel_config": SimpleNamespace(tensor_parallel_size=2)}, 1, FEWER),
+        ({"num_speculative_tokens_per_batch_size": [(1, 100, 3)]}, 1, FEWER),
+        ({"draft_model_config": None}, 1, FEWER),
+        # Its layout is refused.
+        ({"draft_model_config": model_config(get_total_num_kv_heads=lambda: 3)}, 2, FEWER),
+        # The option `weights` names those of the model, which is another checkpoint.
+        (
+            {"draft_model_config": model_config(model="s3://a-bucket/another")},
+            1,
+            "no file of this machine identifies its weights",
+        ),
     ],
 )
-def test_drafters_that_are_left_out_change_nothing_else(
-    make: Callable[..., Drafting],
+def test_a_drafter_that_is_left_out_changes_nothing_else(
+    start: Start,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
     fields: dict[str, Any],
+    ranks: int,
+    line: str,
 ) -> None:
-    tokens = prompt(70)
-    make(speculative_config=drafter(**fields)).serve(tokens)
-    assert make(speculative_config=drafter(**fields)).serve(tokens) == 64
-    assert len(namespaces(tmp_path / "shelf")) == 1
-    assert "fewer drafts are accepted" in caplog.text
-
-
-def test_a_drafter_whose_layout_is_refused_is_left_out(
-    make: Callable[..., Drafting], caplog: pytest.LogCaptureFixture
-) -> None:
-    config = drafter(draft_model_config=model_config(get_total_num_kv_heads=lambda: 3))
-    engine = make(speculative_config=config, tensor_parallel=2)
-    tokens = prompt(70)
-    engine.serve(tokens)
-    assert "fewer drafts are accepted" in caplog.text
-    assert make(speculative_config=None).serve(tokens) == 64
-
-
-def test_a_drafter_whose_weights_no_file_identifies_is_left_out(
-    make: Callable[..., Drafting], caplog: pytest.LogCaptureFixture
-) -> None:
-    # The option `weights` names those of the model, which is another checkpoint.
-    config = drafter(draft_model_config=model_config("another"))
-    engine = make(speculative_config=config)
-    said = "no file of this machine identifies its weights"
-    until(lambda: engine.engine.step([]) or said in caplog.text)
-    tokens = prompt(70)
-    engine.serve(tokens)
-    assert make(speculative_config=None).serve(tokens) == 64
+    engine = start(drafter=drafter(**fields), tensor_parallel=ranks)
+    until(lambda: engine.step() is not None and line in caplog.text)
+    engine.run(prompt(20))
+    assert start(drafter=drafter(**fields)).run(prompt(20)) == [16]
+    assert start(drafter=None).run(prompt(20)) == [16]
+    assert len(namespaces(tmp_path / SHELF)) == 1
 
 
 def test_only_the_last_stage_has_a_drafter(tmp_path: Path) -> None:
@@ -391,29 +268,28 @@ def test_only_the_last_stage_has_a_drafter(tmp_path: Path) -> None:
 @given(data=st.data())
 def test_what_is_stored_of_a_drafter_belongs_to_its_prefix(data: st.DataObject) -> None:
     """Whatever engines do, a fresh engine gets right KV of the drafter, or none."""
-    branches = [prompt(48, seed) for seed in range(3)]
+    branches = [prompt(12, seed) for seed in range(3)]
     with ExitStack() as stack:
-        shelf = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        shelf = stack.enter_context(tempfile.TemporaryDirectory())
 
-        def make(**options: Any) -> Drafting:
-            return stack.enter_context(closing(Drafting(shelf, **options)))
+        def make(**options: Any) -> EngineModel:
+            runner = data.draw(st.sampled_from(["V1 speculative", "V2 speculative"]), "runner")
+            budget = data.draw(st.integers(4, 40), "budget")
+            options = {"drafter": drafter(), **options}
+            engine = EngineModel(shelf, runner=runner, budget=budget, **options)
+            return announce(stack.enter_context(engine))
 
-        engines = [make(), make(), make(speculative_config=None)]
+        engines = [make(), make(), make(drafter=None)]
         served = []
         for _ in range(data.draw(st.integers(1, 8), label="requests")):
             chosen = data.draw(st.lists(st.integers(0, 2), min_size=1, max_size=3))
-            tokens = [token for branch in chosen for token in branches[branch]] + [7]
+            served.append([token for branch in chosen for token in branches[branch]] + [7])
             engine = engines[data.draw(st.integers(0, 2), label="engine")]
-            pieces = data.draw(st.lists(st.integers(1, len(tokens)), max_size=2))
             if data.draw(st.booleans(), label="reset"):
-                engine.cached.clear()
-            engine.serve(tokens, tuple(pieces))
-            served.append(tokens)
-        for tokens in served:
-            fresh = make()
-            found = fresh.serve(tokens)
-            drafts = fresh.engine.worker.counters.snapshot().get("draft_loaded_chunks", 0)
-            assert all(fresh.drafts_of(tokens)[: int(min(drafts * SIZE, found))])
+                engine.forget()
+            engine.run(served[-1])
+        # It compares all that a load brings.
+        make(prefix_caching=False).run(*served)
 
 
 # ------------------------------------------------------------------------- whose layer is it
@@ -484,51 +360,43 @@ def test_an_engine_that_does_not_tell_its_drafters_layers_is_refused(
 
 
 class Rows:
-    """The scheduler side of a drafter, and requests for the same 64 tokens."""
+    """The scheduler side of a drafter, and requests for the same 16 tokens in 4 blocks."""
 
     def __init__(self) -> None:
-        engine = configs.vllm_config(
-            {},
-            block_size=BLOCK,
-            blocks=9,
-            model_config=model_config(),
-            speculative_config=drafter(),
-        )
-        groups = CacheGroups(engine, None)
-        self.side = DraftScheduler(Engine(engine, Config(), lambda: None, groups), {})
-        self.chain = DraftedChain(bytes(32), bytes(32), SIZE)
-        self.chain.extend(prompt(64))
+        config = vllm_config({}, block_size=4, blocks=9, speculative_config=drafter())
+        engine = Engine(config, Config(), lambda: None, CacheGroups(config, None))
+        self.side = DraftScheduler(engine, {})
+        self.chain = DraftedChain(bytes(32), bytes(32), CHUNK)
+        self.chain.extend(prompt(16))
 
-    def request(self, name: str, at_hand: int = 0, **fields: Any) -> Any:
-        hashes = block_hashes(prompt(64), BLOCK)
-        made = SimpleNamespace(request_id=name, block_hashes=hashes, num_preemptions=0, **fields)
-        self.side.asked(made, at_hand)
-        return made
-
-    def load_without_drafts(self, name: str) -> Any:
-        request = self.request(name)
-        self.side.to_load(name, self.chain, 0, 48)
-        self.side.take_facts(0, Facts(without_drafts=[(name, 0)]))
-        self.side.begin_step([(request, 48, 64)])
+    def request(self, name: str, cached: int = 0) -> Any:
+        """A request of which vLLM's prefix cache has tokens."""
+        hashes = [bytes([block]) for block in range(4)]
+        request = SimpleNamespace(request_id=name, block_hashes=hashes, num_preemptions=0)
+        self.side.asked(request, cached)
         return request
 
-    def compute(self, request: Any, start: int = 0) -> None:
-        self.side.begin_step([(request, start, 48)])
-        self.side.begin_step([(request, 48, 64)])
-
-    def stored(self, request: Any) -> bool:
+    def is_stored(self, request: Any, *ends: int) -> bool:
+        """Compute tokens in steps that end so; return whether the first chunk may be stored."""
+        for start, end in pairwise(ends):
+            self.side.begin_step([(request, start, end)])
         return self.side.to_store(request.request_id, self.chain, 0) is not None
+
+
+def test_kv_behind_what_another_connector_loaded_is_not_stored() -> None:
+    rows = Rows()
+    assert not rows.is_stored(rows.request("loaded"), 5, 16)
+    assert not rows.is_stored(rows.request("later", cached=12), 12, 16)
 
 
 def test_computing_blocks_anew_after_they_left_the_cache_makes_them_good() -> None:
     rows = Rows()
-    assert not rows.stored(rows.load_without_drafts("loaded"))
-    again = rows.request("again")
-    rows.compute(again)
-    assert rows.stored(again)
-    later = rows.request("later", at_hand=48)
-    rows.side.begin_step([(later, 48, 64)])
-    assert rows.stored(later)
+    request = rows.request("loaded")
+    rows.side.to_load("loaded", rows.chain, 0, 12)
+    rows.side.take_facts(0, Facts(without_drafts=[("loaded", 0)]))
+    assert not rows.is_stored(request, 12, 16)
+    assert rows.is_stored(rows.request("again"), 0, 12, 16)
+    assert rows.is_stored(rows.request("later", cached=12), 12, 16)
 
 
 def test_a_spoiled_block_is_remembered_once_it_has_a_hash() -> None:
@@ -538,6 +406,4 @@ def test_a_spoiled_block_is_remembered_once_it_has_a_hash() -> None:
     rows.side.begin_step([(request, 0, 5000)])
     request.block_hashes = hashes
     rows.side.finished(RequestState(request, addressable=True, reads=True))
-    later = rows.request("later", at_hand=48)
-    rows.side.begin_step([(later, 48, 64)])
-    assert not rows.stored(later)
+    assert not rows.is_stored(rows.request("later", cached=12), 12, 16)
