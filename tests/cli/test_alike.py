@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 
 from kvshelf.backends import Backend, open_backend
 from kvshelf.backends.posix import PosixBackend
-from kvshelf.errors import StorageError
+from kvshelf.errors import PermanentStorageError, StorageError
 from kvshelf.format.keys import KeyChain
 from tests.support.commands import done, report, run
 from tests.support.filled import CHUNK, fill, hybrid, namespace, prompt
@@ -207,13 +208,6 @@ def test_a_command_line_that_cannot_be_used_is_refused_and_changes_nothing(
     assert _state(shelf) == before
 
 
-def test_dry_runs_of_pins_tell_what_would_fail(shelf: Path) -> None:
-    done("pin", shelf, "a", "--group", "_")
-    result = run("pin", shelf, "a", "--group", "_", "--dry-run")
-    assert (result.exit_code, "there is a pin a" in result.stderr) == (1, True)
-    assert run("pin", shelf, "b", "--remove", "--dry-run").exit_code == 1
-
-
 # ------------------------------------------------------------------------------ JSON
 
 JSON = [
@@ -257,7 +251,7 @@ def test_each_object_has_errors_also_when_a_command_fails_midway(
     assert len(result.stdout.splitlines()) == 1
 
 
-def test_what_is_bad_is_an_error_with_its_name(shelf: Path) -> None:
+def test_an_error_has_the_name_of_what_is_bad(shelf: Path) -> None:
     damaged = next(shelf.rglob("*.safetensors"))
     damaged.write_bytes(b"x" * damaged.stat().st_size)
     name = str(damaged.relative_to(shelf))
@@ -268,8 +262,42 @@ def test_what_is_bad_is_an_error_with_its_name(shelf: Path) -> None:
     (shelf / FOLDER / "namespace.json").unlink()
     [error] = report("ls", shelf)["errors"]
     assert error["name"] == FOLDER
-    [error] = report("pin", shelf, "none", "--remove", code=1)["errors"]
-    assert error["name"] == "none"
+    for more in ([], ["--dry-run"]):
+        [error] = report("pin", shelf, "none", "--remove", *more, code=1)["errors"]
+        assert error["name"] == "none"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "objects"),
+    [
+        (["ls"], 4),
+        (["verify"], 4),
+        (["gc", "--max-bytes", "1B", "--yes"], 0),
+        (["rm", "-n", FOLDER, "--yes"], 0),
+    ],
+)
+def test_folder_that_cannot_be_listed_is_told_in_one_line_and_the_rest_is_done(
+    shelf: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], objects: int
+) -> None:
+    group = f"{FOLDER}/x\nkvshelf: all is well"
+    (shelf / group).mkdir()
+    list_folders = PosixBackend.folders
+
+    def refuse(self: PosixBackend, prefix: str = "") -> list[str]:
+        if prefix == group:
+            raise PermanentStorageError(13, "EACCES", f"{shelf / group}/none/of/these")
+        return list_folders(self, prefix)
+
+    monkeypatch.setattr(PosixBackend, "folders", refuse)
+    monkeypatch.setattr(os, "geteuid", lambda: 4000000000)
+    name, *more = arguments
+    row = report(name, shelf, *more, code=1)
+    assert any("x\\nkvshelf" in f"{error['name']} {error['problem']}" for error in row["errors"])
+    assert row.get("intact", objects) == objects == len(list(shelf.rglob("*.safetensors")))
+    line, *_ = done(name, shelf, *more, code=1).stderr.splitlines()
+    assert "x\\nkvshelf: all is well" in line
+    if name != "verify":
+        assert re.search("well belongs to .*, mode 0755, and you are user 4000000000$", line)
 
 
 @pytest.mark.parametrize("name", ["gc", "rm"])

@@ -9,11 +9,13 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kvshelf.backends.posix import PosixBackend
 from kvshelf.cli.codes import UNEXPECTED
 from tests.support.commands import all_commands, run
 from tests.support.filled import fill, namespace, prompt
@@ -24,8 +26,8 @@ pytestmark = pytest.mark.real
 FOLDER = namespace().folder
 
 
-def commands() -> list[str]:
-    return list(all_commands())
+def process(*words: str, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(words, env=env, capture_output=True, text=True, check=False)
 
 
 # ------------------------------------------------------------------------------ completion
@@ -40,15 +42,13 @@ def completed(line: str, shell: str = "bash") -> list[str]:
         "COMP_CWORD": str(len(words) - 1),
         "_TYPER_COMPLETE_ARGS": line,
     }
-    done = subprocess.run(
-        [sys.executable, "-m", "kvshelf"], env=env, capture_output=True, text=True, check=False
-    )
+    done = process(sys.executable, "-m", "kvshelf", env=env)
     assert done.stderr == ""
     return done.stdout.split()
 
 
 def test_the_shell_completes_commands_and_options() -> None:
-    assert set(completed("kvshelf ")) >= set(commands())
+    assert set(completed("kvshelf ")) >= set(all_commands())
     assert set(completed("kvshelf ver")) == {"verify"}
     assert set(completed("kvshelf verify --re")) == {"--repair"}
     assert set(completed("kvshelf ls --by ")) == {"namespace", "group", "age"}
@@ -63,9 +63,7 @@ def test_the_shell_completes_namespaces(tmp_path: Path) -> None:
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_the_script_for_a_shell(shell: str) -> None:
     env = os.environ | {"_KVSHELF_COMPLETE": f"source_{shell}"}
-    done = subprocess.run(
-        [sys.executable, "-m", "kvshelf"], env=env, capture_output=True, text=True, check=False
-    )
+    done = process(sys.executable, "-m", "kvshelf", env=env)
     assert "_KVSHELF_COMPLETE" in done.stdout
 
 
@@ -73,26 +71,15 @@ def test_the_script_for_a_shell(shell: str) -> None:
 
 
 def test_the_help_of_each_command_has_an_example_that_it_takes() -> None:
-    assert commands() == [
-        "ls",
-        "verify",
-        "explain",
-        "copy",
-        "gc",
-        "rm",
-        "pin",
-        "seed",
-        "serve",
-        "doctor",
-    ]
-    for name in commands():
+    assert " ".join(all_commands()) == "ls verify explain copy gc rm pin seed serve doctor"
+    for name, command in all_commands().items():
         shown = " ".join(run(name, "-h", env={"COLUMNS": "200"}).stdout.split())
         assert shown == " ".join(run(name, "--help", env={"COLUMNS": "200"}).stdout.split())
         # Servers write logs instead of reports.
         assert ("--json" in shown) == (name != "serve"), name
         words = shown.split("Example: kvshelf ")[1].split()
         assert words[0] == name
-        all_commands()[name].make_context(name, words[1:])
+        command.make_context(name, words[1:])
         assert "KVSHELF_STORAGE_OPTIONS" in shown
 
 
@@ -214,7 +201,7 @@ def test_an_interrupt_of_an_import_is_one_line(tmp_path: Path, module: str) -> N
         "from kvshelf.cli import main\n"
         "main()\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = process(sys.executable, "-c", code)
     assert (done.returncode, done.stderr) == (130, "kvshelf: interrupted\n")
 
 
@@ -231,7 +218,7 @@ def test_an_interrupt_that_an_import_would_swallow_ends_doctor(tmp_path: Path) -
         "from kvshelf.cli import main\n"
         "main()\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = process(sys.executable, "-c", code)
     assert (done.returncode, done.stderr) == (130, "kvshelf: interrupted\n")
 
 
@@ -244,7 +231,7 @@ def test_a_standard_output_that_takes_nothing_is_one_line(
     tmp_path: Path, how: str, told: str, arguments: str
 ) -> None:
     command = f"{sys.executable} -m kvshelf {arguments.format(tmp_path)} {how}"
-    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=False)
+    done = process("sh", "-c", command)
     assert done.returncode == 1
     assert done.stderr.startswith(f"kvshelf: {told}") and done.stderr.count("\n") == 1
 
@@ -252,17 +239,13 @@ def test_a_standard_output_that_takes_nothing_is_one_line(
 def test_a_reader_that_has_seen_enough_is_no_error(tmp_path: Path) -> None:
     fill(tmp_path, namespace(), prompt(0, 1))
     command = f"{sys.executable} -m kvshelf ls {tmp_path} | true"
-    done = subprocess.run(
-        ["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, check=False
-    )
+    done = process("bash", "-o", "pipefail", "-c", command)
     assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_verbose_has_the_traceback_and_quiet_no_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from kvshelf.backends.posix import PosixBackend
-
     def warn(*_: object, **__: object) -> None:
         logging.getLogger("kvshelf.shelf").warning("a warning")
         raise OverflowError("too large")
@@ -282,7 +265,7 @@ def test_the_help_imports_no_command() -> None:
         "from kvshelf.cli import main\n"
         "main()\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = process(sys.executable, "-c", code)
     assert done.returncode == 0, done.stderr
     assert "doctor" in done.stdout
 
@@ -295,7 +278,6 @@ def test_what_kvshelf_does_not_expect_ends_a_command_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """With a code of its own, and without a traceback."""
-    from kvshelf.backends.posix import PosixBackend
 
     def fail(*_: object, **__: object) -> None:
         raise OverflowError("cannot convert float infinity\nto integer")
@@ -334,8 +316,6 @@ def test_verify_names_damaged_pins(tmp_path: Path) -> None:
 def test_doctor_names_a_clock_that_is_wrong(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from kvshelf.backends.posix import PosixBackend
-
     fill(tmp_path / "shelf", namespace(), prompt(0, 1))
     real = PosixBackend.info
 

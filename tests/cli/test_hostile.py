@@ -9,6 +9,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -197,6 +198,19 @@ def absurd(root: Path) -> None:
     (root / ".kvshelf" / "uses" / f"1-{'0' * 16}").write_bytes(b'{"version":1,"sections":[[]]}\n')
 
 
+#: Headers of objects; each lies in a namespace without a description, which would refuse it.
+HEADERS: list[dict[str, Any]] = [
+    {"__metadata__": {"a": "\ud800", "\x1b[31m": "\x1b]0;title\x07"}},
+    {"\ud800\x9b2J": {"dtype": "\x1b[2J", "shape": [1], "data_offsets": [0, 1]}},
+    {"a": {"dtype": "U8", "shape": [0], "data_offsets": [0, 10**4000]}},
+    {
+        "a": {"dtype": "U8", "shape": [1 << 40], "data_offsets": [0, 1 << 40]},
+        "b": {"dtype": "U8", "shape": [1 << 40], "data_offsets": [0, 1 << 40]},
+        "__metadata__": {"xxh3": "0,0"},
+    },
+]
+
+
 def check(result: Result) -> None:
     """Assert that a command ended as all must, whatever it met."""
     assert result.exit_code in EXIT_CODES, result.output
@@ -274,4 +288,18 @@ def test_any_command_line_without_yes_ends_by_a_documented_code_and_changes_noth
 def test_a_repair_and_a_copy_of_an_absurd_shelf(tmp_path: Path) -> None:
     absurd(tmp_path / "shelf")
     check(run("verify", tmp_path / "shelf", "--repair", "--yes"))
-    check(run("copy", tmp_path / "shelf", tmp_path / "target"))
+    result = run("copy", tmp_path / "shelf", tmp_path / "target")
+    check(result)
+    assert "at most 65536" in result.stderr
+
+
+@pytest.mark.parametrize("header", HEADERS)
+def test_object_with_a_hostile_header_is_shown(tmp_path: Path, header: dict[str, Any]) -> None:
+    fill(tmp_path, namespace(), prompt(0, 1))
+    (tmp_path / FOLDER / "namespace.json").unlink()
+    path = next(tmp_path.rglob("*.safetensors"))
+    text = json.dumps(header, separators=(",", ":")).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text)
+    os.truncate(path, max(path.stat().st_size, (1 << 40) if "b" in header else 0))
+    for more in ([], ["--json"]):
+        check(run("verify", tmp_path, path, "--long", *more))

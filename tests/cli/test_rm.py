@@ -6,21 +6,14 @@ import json
 import os
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from kvshelf.backends import base
 from kvshelf.backends.base import probe
-from kvshelf.capacity.visit import Choice, Outcome, Rules, delete
-from kvshelf.errors import PermanentStorageError
 from kvshelf.format.keys import KeyChain, salt_group_of
 from kvshelf.format.names import parse_path
 from kvshelf.format.namespace import Namespace
-from kvshelf.shelf.shelf import Shelf, open_shelf
-from kvshelf.tools.plans import Plan, make, pick
-from tests.sim.storage import Fault, FaultyStorage
 from tests.support.filled import CHUNK, hybrid, namespace, prompt
 from tests.support.places import Place
 
@@ -152,141 +145,35 @@ def test_a_pin_ends_by_the_clock_that_is_behind(
     assert (found["pinned"]["files"], chosen(found)) == (14, 0)
 
 
-def test_an_unreadable_pin_is_named(place: Place) -> None:
-    with place.open() as shelf:
-        shelf.backend.write(".kvshelf/pins/torn.json", [b"{"])
-    result = place.run("rm", "-n", ONE.folder)
-    assert "the pin torn pins nothing" in result.stderr
-    assert "torn" in rm(place, "-n", ONE.folder)["errors"][0]["problem"]
-
-
 def test_what_a_pin_of_a_later_version_may_cover_stays(place: Place) -> None:
     with place.open() as shelf:
         pin = {"version": 2, "namespace": ONE.folder}
         shelf.backend.write(".kvshelf/pins/later.json", [json.dumps(pin).encode()])
+        shelf.backend.write(".kvshelf/pins/torn.json", [b"{"])
     result = place.run("rm", "-n", ONE.folder, "--yes")
     assert result.exit_code == 1
     assert "the pin later is not known" in result.stderr
+    assert "the pin torn pins nothing" in result.stderr
     assert rm(place, "-n", ONE.folder, "--yes", code=1)["pinned"]["files"] == 14
     assert removed(rm(place, "-n", OTHER.folder, "--yes", code=1)) == 14
     assert removed(rm(place, "-n", ONE.folder, "--pinned", "--yes", code=1)) == 14
 
 
-@pytest.fixture
-def later(monkeypatch: pytest.MonkeyPatch) -> float:
-    """It is three days after what was just written."""
-    now = time.time() + 3 * 86400
-    clock = SimpleNamespace(time=lambda: now)
-    monkeypatch.setattr("kvshelf.cli.deletion.storage_time", lambda _: now)
-    monkeypatch.setattr("kvshelf.cli.deletion.time", clock)
-    monkeypatch.setattr(base, "time", clock)
-    return now
-
-
-def test_an_age_counts_only_while_the_clocks_agree(
-    place: Place, later: float, monkeypatch: pytest.MonkeyPatch
+def test_unused_for_chooses_by_the_last_use_while_the_clocks_agree(
+    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(base, "time", time)
+    now = time.time() + 3 * 86400
+    monkeypatch.setattr("kvshelf.cli.deletion.storage_time", lambda _: now)
     assert removed(rm(place, "--unused-for", "2d", "--yes")) == 0
-
-
-def test_only_what_was_not_used_for_so_long(place: Place, later: float) -> None:
-    assert chosen(rm(place, "--unused-for", "4d")) == 0
-    assert chosen(rm(place, "--unused-for", "2d", "-n", OTHER.folder)) == 14
-    found = rm(place, "--unused-for", "2d", "--group", "_", "--yes")
-    assert removed(found) == 10 + 14
-    assert len(place.names()) == 4
-
-
-def use(root: str, name: str, when: float) -> None:
-    path = Path(root, name)
-    os.utime(path, (when, path.stat().st_mtime))
-
-
-def test_a_use_counts_by_its_time(tmp_path: Path, later: float) -> None:
-    place = Place(str(tmp_path / "shelf"))
-    place.fill(ONE, prompt(1, chunks=4))
-    names = sorted(place.names())
-    chunks = KeyChain(ONE.digest, CHUNK).extend(prompt(1, chunks=4))
-    for name in names:
-        if f"-{chunks[0].index}-" in name:
-            use(place.url, name, later - 3600)
+    monkeypatch.setattr("time.time", lambda: now)
+    (first, *_) = KeyChain(OTHER.digest, CHUNK).extend(prompt(1, chunks=2))
+    for path in Path(place.url).rglob(f"{first.key.hex()}*"):
+        os.utime(path, (now - 3600, path.stat().st_mtime))
     file = tmp_path / "prompts.jsonl"
-    file.write_text(json.dumps(prompt(1, chunks=4)))
-    assert chosen(rm(place, "--unused-for", "1d")) == 6
-    assert chosen(rm(place, "--unused-for", "1d", "--prompts", file)) == 6
-    assert chosen(rm(place, "--unused-for", "30m")) == 8
+    file.write_text(json.dumps(prompt(1, chunks=2)))
     assert chosen(rm(place, "--unused-for", "4d")) == 0
-    assert removed(rm(place, "--unused-for", "1d", "--yes")) == 6
-    assert keys(place.names()) == {chunks[0].key}
-
-
-def made(shelf: Shelf, choice: Choice, now: float) -> Plan:
-    plan = Plan(Rules(leftovers=None, choice=choice), folders=[ONE.folder])
-    make(shelf, plan, now)
-    return plan
-
-
-def carried_out(shelf: Shelf, plan: Plan) -> Outcome:
-    return delete(shelf.backend, pick(shelf, plan), now=plan.now)
-
-
-def test_a_chunk_of_which_an_object_is_used_meanwhile_stays(tmp_path: Path, later: float) -> None:
-    place = Place(str(tmp_path / "shelf"))
-    place.fill(ONE, prompt(1, chunks=3))
-    names = sorted(place.names())
-    with open_shelf(place.url) as shelf:
-        plan = made(shelf, Choice(unused_for=86400.0), later)
-        assert plan.files == 6
-        use(place.url, names[0], later)
-        assert carried_out(shelf, plan).count == 4
-    assert names[0] in place.names()
-
-
-def test_the_rest_of_what_the_storage_refuses_goes(tmp_path: Path) -> None:
-    place = Place(str(tmp_path / "shelf"))
-    place.fill(ONE, prompt(1, chunks=3))
-    with open_shelf(place.url) as opened:
-        refused = FaultyStorage(
-            opened.backend.inner,
-            Fault("delete", "*-1-0of2.safetensors", error=PermanentStorageError("not yours")),
-        )
-        with Shelf(refused) as shelf:
-            outcome = carried_out(shelf, made(shelf, Choice(), time.time()))
-    assert (outcome.count, outcome.failed, str(outcome.error)) == (5, 1, "not yours")
-    (left,) = place.names()
-    assert left.endswith("-1-0of2.safetensors")
-
-
-def test_foreign_files_and_links_stay(tmp_path: Path) -> None:
-    place = Place(str(tmp_path / "shelf"))
-    place.fill(ONE, prompt(1, chunks=2))
-    names = sorted(place.names())
-    root = Path(place.url)
-    elsewhere = tmp_path / "elsewhere"
-    elsewhere.write_bytes(b"mine")
-    (root / names[0]).unlink()
-    (root / names[0]).symlink_to(elsewhere)
-    (root / names[1]).unlink()
-    (root / names[1]).mkdir()
-    (root / "notes.txt").write_text("mine")
-    folder = root / ONE.folder
-    (folder / "_" / "notes.safetensors").write_text("mine")
-    found = rm(place, "-n", ONE.folder, "--yes")
-    assert removed(found) == 2
-    assert elsewhere.read_bytes() == b"mine"
-    assert (root / names[0]).is_symlink()
-    assert (root / names[1]).is_dir()
-    assert {path.name for path in (folder / "_").iterdir() if path.is_file()} == {
-        "notes.safetensors"
-    }
-    assert (root / "notes.txt").exists()
-
-
-def test_a_shelf_that_takes_no_changes_keeps_all(tmp_path: Path) -> None:
-    place = Place(str(tmp_path / "shelf"))
-    place.fill(ONE, prompt(1, chunks=1))
-    with open_shelf(place.url, read_only=True) as shelf:
-        plan = made(shelf, Choice(), time.time())
-        assert "read-only" in str(carried_out(shelf, plan).error)
-    assert len(place.names()) == 2
+    assert chosen(rm(place, "--unused-for", "2d", "-n", OTHER.folder)) == 7
+    assert chosen(rm(place, "--unused-for", "2d", "--prompts", file)) == 7
+    assert chosen(rm(place, "--unused-for", "30m", "-n", OTHER.folder)) == 14
+    assert removed(rm(place, "--unused-for", "2d", "--group", "_", "--yes")) == 10 + 7
+    assert len(place.names()) == 4 + 7

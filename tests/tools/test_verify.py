@@ -14,7 +14,6 @@ import pytest
 
 from kvshelf.backends import base, open_backend
 from kvshelf.backends.posix import PosixBackend
-from kvshelf.errors import PermanentStorageError
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.tools.verify import verify_shelf
 from tests.support import commands
@@ -175,24 +174,6 @@ def test_leftovers_are_removed_when_they_are_old(
     assert report(shelf, "--repair", "--yes", "-n", other)["removed"] == 0
     assert report(shelf, "--repair", "--yes")["removed"] == 1
     assert (old.exists(), young.exists(), foreign.exists()) == (False, True, True)
-
-
-def test_a_folder_that_cannot_be_listed_is_named(
-    shelf: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    bad = objects(shelf)[0].parent
-    rest = len(objects(shelf)) - len(objects(bad))
-    real = PosixBackend.list
-
-    def refuse(self: PosixBackend, prefix: str = "", **options: Any) -> Any:
-        if prefix == str(bad.relative_to(shelf)):
-            raise PermanentStorageError(13, "EACCES", prefix)
-        return real(self, prefix, **options)
-
-    monkeypatch.setattr(PosixBackend, "list", refuse)
-    found = report(shelf, code=1)
-    assert (found["unlisted"], found["intact"], found["sound"]) == (1, rest, False)
-    assert found["problems"][0]["name"] == str(bad.relative_to(shelf))
 
 
 # ------------------------------------------------------------------------------ samples
