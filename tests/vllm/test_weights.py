@@ -1,15 +1,13 @@
-"""What a worker knows of its weights, and what several ranks make of it. Simulated engines."""
+"""What a worker knows of its weights, and what several ranks make of it."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
@@ -21,7 +19,6 @@ from hypothesis import strategies as st
 
 pytest.importorskip("vllm")
 
-from kvshelf.shelf.shelf import Shelf
 from kvshelf.tools.prompts import TokenPrompt
 from kvshelf.vllm import weight_changes
 from kvshelf.vllm.handshake import Handshake
@@ -32,64 +29,68 @@ from kvshelf.vllm.worker import model_tensors
 from kvshelf.vllm.worker.weights import WorkerWeights
 from kvshelf.weights.parameters import ParameterDigest
 from tests.sim import engine_sides as sides
-from tests.sim.storage import Fault, FaultyStorage, posix
-from tests.support import prompts
-from tests.support.waiting import until, while_patient
-from tests.vllm.simulated import SimulatedEngine, engines_on
-
-CHUNK = 256
-
-
-prompt = functools.partial(prompts.prompt, 600)
+from tests.sim.engine import EngineModel, Rank, Start
+from tests.sim.storage import Fault, FaultyStorage
+from tests.support.prompts import prompt
+from tests.support.waiting import until
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., SimulatedEngine]]:
-    with engines_on(tmp_path, blocks=600) as start:
-        yield lambda ranks=1, **options: start(tensor_parallel=ranks, **options)
+def start(backend: FaultyStorage) -> Iterator[Start]:
+    """Start engines on one shelf that keep no blocks of requests; they end with the test."""
+    engines: list[EngineModel] = []
+
+    def start(ranks: int = 1, **options: Any) -> EngineModel:
+        options = {"tensor_parallel": ranks, "prefix_caching": False, **options}
+        engines.append(EngineModel(backend.url, **options))
+        return engines[-1]
+
+    yield start
+    backend.heal()
+    for engine in engines:
+        engine.close()
 
 
-def named(engine: SimulatedEngine) -> str:
+def begin(engine: EngineModel) -> None:
+    """Step until an engine computes a request with a long answer."""
+    engine.add("long", prompt(9), answer=50)
+    until(lambda: engine.step() is not None and bool(engine.written))
+
+
+def named(engine: EngineModel) -> str:
     for _ in range(2):
         # The workers report, and get the namespace.
-        engine.step([])
-    for _ in while_patient():
-        engine.step([])
-        if not sides.compares_weights(engine.scheduler):
-            break
-    engine.step([])
-    namespace = engine.scheduler.namespace
-    assert namespace is not None
-    return str(namespace.record["weights"])
+        engine.step()
+    until(lambda: engine.step() is not None and not sides.compares_weights(engine.side))
+    engine.step()
+    return str(engine.format.namespace.record["weights"])
 
 
-def change(engine: SimulatedEngine, value: float, ranks: tuple[int, ...]) -> None:
+def change(engine: EngineModel, value: float, ranks: Sequence[Rank]) -> None:
     for rank in ranks:
-        engine.ranks[rank].worker.weights_changed("a test")
-        engine.ranks[rank].model.bias[0] = value
+        rank.side.weights_changed("a test")
+        rank.model.weight.data.fill_(value)
 
 
-def test_weights_that_no_file_identifies_are_named_by_their_parameters(
-    start: Callable[..., SimulatedEngine],
-) -> None:
-    def begin(seed: int) -> SimulatedEngine:
-        torch.manual_seed(seed)
-        engine = start(ranks=2, weights="content")
-        until(lambda: (engine.step([]), engine.scheduler.namespace is not None)[1])
+def test_weights_that_no_file_identifies_are_named_by_their_parameters(start: Start) -> None:
+    def start_with(weights: float) -> EngineModel:
+        # No file of this machine.
+        engine = start(ranks=2, weights="content", model={"model": "s3://a-bucket/mini"})
+        engine.write_weights(weights)
+        until(lambda: engine.step() is not None and engine.side.namespace is not None)
         return engine
 
-    one, same, other = begin(1), begin(1), begin(2)
+    one, same, other = start_with(1), start_with(1), start_with(2)
     first = named(one)
     assert first.startswith("params:")
     assert named(same) == first != named(other)
-    one.prefill(prompt(1))
-    assert same.load(prompt(1))[0] == 512
-    assert other.load(prompt(1))[0] == 0
+    one.run(prompt(20))
+    assert same.run(prompt(20)) == [16]
+    assert other.run(prompt(20)) == [0]
     # Changed in place, and back.
-    bias = float(one.ranks[1].model.bias[0])
-    change(one, bias + 1.0, (1,))
+    change(one, 3.0, one.ranks[1:])
     assert named(one) != first
-    change(one, bias, (1,))
+    change(one, 1.0, one.ranks[1:])
     assert named(one) == first
 
 
@@ -431,13 +432,15 @@ def test_what_was_computed_before_a_round_may_have_other_weights_than_it_finds(h
     assert not made.weights_changed
 
 
-def test_only_steps_that_compute_count_in_a_round(start: Callable[..., SimulatedEngine]) -> None:
+def test_only_steps_that_compute_count_in_a_round(start: Start) -> None:
     engine = start()
-    handshake = engine.scheduler.opening.handshake
-    engine.scheduler.reset()
-    engine.step([])
+    handshake = engine.side.opening.handshake
+    engine.side.reset()
+    engine.step()
     assert not handshake.computes
-    engine.step([(engine.request(prompt(9)).request_id, 0, 16)], engine.blocks_for(16))
+    begin(engine)
+    engine.side.reset()
+    engine.step()
     assert handshake.computes
 
 
@@ -446,15 +449,12 @@ def test_only_steps_that_compute_count_in_a_round(start: Callable[..., Simulated
 def test_a_name_stands_for_the_same_weights_in_all_engines(data: st.DataObject) -> None:
     """Trainers say a version and write it between two steps, in any order, or say none."""
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
-        engines = []
-        for _ in range(2):
-            # They load the same file.
-            torch.manual_seed(0)
-            engines.append(engine := SimulatedEngine(Path(folder), "NHD", 16, blocks=600))
-            stack.callback(engine.close)
-            named(engine)
-        [first] = {float(engine.ranks[0].model.bias[0]) for engine in engines}
+        # They load the same file.
+        engines = [stack.enter_context(EngineModel(folder)) for _ in range(2)]
+        first = 0.0
         content = [first, first]
+        for engine in engines:
+            named(engine)
         known: dict[str, float] = {}
         actions = st.sampled_from(["update", "update", "other", "step", "look"])
         for _ in range(data.draw(st.integers(1, 14), "actions")):
@@ -464,24 +464,24 @@ def test_a_name_stands_for_the_same_weights_in_all_engines(data: st.DataObject) 
             if action == "update":
                 version = data.draw(st.integers(1, 3), "version")
                 does = [
-                    lambda rank=rank, version=version: rank.worker.weights_changed(
+                    lambda rank=rank, version=version: rank.side.weights_changed(
                         "a test", f"step {version}"
                     ),
-                    lambda rank=rank: rank.worker.weights_changed("a test"),
-                    lambda rank=rank, version=version: rank.model.bias.fill_(float(version)),
+                    lambda rank=rank: rank.side.weights_changed("a test"),
+                    lambda engine=engine, version=version: engine.write_weights(version),
                 ]
                 for one in data.draw(st.permutations(does), "order"):
                     one()
                 content[number] = float(version)
             elif action == "other":
                 # Nobody gave these a version, and the next step would compute with the ones before.
-                engine.step([])
+                engine.step()
                 content[number] = data.draw(st.sampled_from([first, 1.0, 7.0]), "content")
-                change(engine, content[number], (0,))
+                change(engine, content[number], engine.ranks)
             elif action == "step":
-                engine.step([])
+                engine.step()
             else:
-                engine.scheduler.reset()
+                engine.side.reset()
                 assert known.setdefault(named(engine), content[number]) == content[number]
 
 
@@ -494,7 +494,7 @@ def check_health(worker: object) -> None:
     [*((name, 0) for name in weight_changes.READING), ("my_monitor", 5), (check_health, 5)],
 )
 def test_call_that_may_write_begins_a_comparison_and_is_named_when_it_interrupts_one(
-    start: Callable[..., SimulatedEngine],
+    start: Start,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     method: object,
@@ -506,54 +506,48 @@ def test_call_that_may_write_begins_a_comparison_and_is_named_when_it_interrupts
     monkeypatch.setitem(sys.modules, "vllm.v1.engine.core", SimpleNamespace(EngineCore=EngineCore))
     monkeypatch.setattr(ParameterDigest, "advance", lambda *_: None)
     engine, core = start(), EngineCore()
-    request, blocks = engine.request(prompt(9)), engine.blocks_for(16)
+    begin(engine)
     core.collective_rpc(timeout=1.0, method=method)
     for _ in range(4):
-        engine.step([(request.request_id, 0, 16)], blocks)
+        engine.step()
         core.collective_rpc(method)
-    assert sides.round_of(engine.scheduler) == comparisons
-    assert engine.scheduler.counters.snapshot().get("weight_comparisons", 0) == comparisons
+    assert sides.round_of(engine.side) == comparisons
+    assert engine.counted["weight_comparisons"] == comparisons
     name = repr(method) if isinstance(method, str) else "check_health"
     assert caplog.text.count(f"collective_rpc({name}) begins that anew") == bool(comparisons)
 
 
 def test_hits_are_offered_when_all_ranks_serve_the_new_weights(
-    start: Callable[..., SimulatedEngine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    start: Start, backend: FaultyStorage
 ) -> None:
-    def update(engine: SimulatedEngine) -> None:
-        for rank in engine.ranks:
-            rank.worker.weights_changed("a test")
-            rank.model.bias.fill_(1.0)
-        named(engine)
-
     writer = start(ranks=2)
-    update(writer)
-    writer.prefill(prompt(1))
-    storage, gate = FaultyStorage(posix(tmp_path)), threading.Event()
-    monkeypatch.setattr("tests.vllm.simulated.open_shelf", lambda _: Shelf(storage))
-    reader = start(ranks=2)
+    change(writer, 1.0, writer.ranks)
+    named(writer)
+    writer.run(prompt(20))
+    gate, reader = threading.Event(), start(ranks=2)
     # Rank 1 still publishes what was computed with the weights of the start.
-    storage.add(Fault("write", "*-1of2.safetensors", wait=gate))
-    blocks = reader.blocks_for(512)
-    request = reader.request(prompt(2))
-    reader.matched(request, 0)
-    reader.step([(request.request_id, 0, 512)], blocks)
-    update(reader)
-    assert reader.load(prompt(1))[0] == 0
+    backend.add(Fault("write", "*-1of2.safetensors", wait=gate))
+    reader.add("early", prompt(20, 2))
+    reader.finish()
+    change(reader, 1.0, reader.ranks)
+    named(reader)
+    reader.add("late", prompt(20))
+    reader.finish()
+    assert reader.loaded("late") == 0
     gate.set()
-    until(lambda: (reader.step([]), not reader.scheduler.opening.handshake.announcing)[1])
-    assert reader.load(prompt(1))[0] == 512
-    assert not reader.bad_blocks
+    until(lambda: reader.step() is not None and not reader.side.opening.handshake.announcing)
+    assert reader.run(prompt(20)) == [16]
+    assert not reader.failed
 
 
 def test_a_seeder_s_wait_for_stores_begins_no_comparison(
-    start: Callable[..., SimulatedEngine], monkeypatch: pytest.MonkeyPatch
+    start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Executor:
         def collective_rpc(
             self, method: Callable[..., int], timeout: object = None, args: tuple[Any, ...] = ()
         ) -> list[int]:
-            return [method(rank.worker, *args) for rank in engine.ranks]
+            return [method(rank.side, *args) for rank in engine.ranks]
 
     class EngineCore:
         def __init__(self) -> None:
@@ -570,8 +564,9 @@ def test_a_seeder_s_wait_for_stores_begins_no_comparison(
             self.collective_rpc = core.collective_rpc
 
         def generate(self, inputs: list[dict[str, Any]], *_: object, **__: object) -> None:
-            for one in inputs:
-                engine.prefill(one["prompt_token_ids"])
+            for number, one in enumerate(inputs):
+                engine.add(f"{engine.steps}-{number}", one["prompt_token_ids"], answer=1)
+            engine.finish()
 
     monkeypatch.setattr("vllm.LLM", LLM)
     monkeypatch.setattr("vllm.v1.engine.core.EngineCore", EngineCore)
@@ -579,12 +574,12 @@ def test_a_seeder_s_wait_for_stores_begins_no_comparison(
     monkeypatch.setattr("kvshelf.vllm.seeding._check_vllm", lambda: None)
     engine = start()
     transfer = "vllm.distributed.kv_transfer.get_kv_transfer_group"
-    monkeypatch.setattr(transfer, lambda: engine.worker)
+    monkeypatch.setattr(transfer, lambda: engine.worker.connector)
     seeder = OfflineEngine("a model", "a shelf", {})
     for seed in (7, 8):
-        seeder.compute([TokenPrompt(1, prompt(seed))])
-        assert not sides.compares_weights(engine.scheduler)
-        assert start().load(prompt(seed))[0] == 512
+        seeder.compute([TokenPrompt(1, prompt(20, seed))])
+        assert not sides.compares_weights(engine.side)
+        assert start().run(prompt(20, seed)) == [16]
 
 
 def test_a_worker_s_methods_that_free_memory_or_change_drafts_are_noticed(
