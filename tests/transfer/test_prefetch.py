@@ -95,12 +95,12 @@ class PrefetchModel(RuleBasedStateMachine):
         self.prompts = [self.ahead.stored(seed) for seed in range(3)]
         # The last one begins as the first.
         self.prompts.append([*self.prompts[0][:2], *self.prompts[1][2:]])
-        #: The chunks of requests that wait, in the order of their arrival.
+        #: The chunks of requests that wait, in the order of their arrival: those that were named
+        #: to be read, and those of them that are of use.
+        self.named: dict[str, list[Chunk]] = {}
         self.requests: dict[str, list[Chunk]] = {}
         #: Of those, the requests for which nothing more is read.
         self.ended: set[str] = set()
-        #: Of those, the requests of which a chunk cannot be had: they ask for no more.
-        self.given_up: set[str] = set()
         self.damaged: set[Chunk] = set()
         self.is_resting = False
         #: What others have of memory and staging.
@@ -109,14 +109,13 @@ class PrefetchModel(RuleBasedStateMachine):
     @rule(name=st.sampled_from("abcd"), prompt=st.integers(0, 3), length=st.integers(1, LENGTH))
     def add(self, name: str, prompt: int, length: int) -> None:
         if name not in self.requests:
-            self.requests[name] = []
+            self.requests[name], self.named[name] = [], []
             self.ended.discard(name)
-            self.given_up.discard(name)
-        known = self.requests[name]
-        chunks = self.prompts[prompt][:length]
-        if chunks[: len(known)] != known or name in self.given_up:
+        chunks, named = self.prompts[prompt][:length], self.named[name]
+        if chunks[: len(named)] != named:
             return
-        self.prefetcher.add(name, chunks[len(known) :])
+        self.prefetcher.add(name, chunks[len(named) :])
+        self.named[name] = chunks
         if name not in self.ended:
             self.requests[name] = chunks
 
@@ -201,7 +200,6 @@ class PrefetchModel(RuleBasedStateMachine):
                     # What is behind is of no use.
                     self.requests[name] = chunks[: chunks.index(chunk)]
                     self.ended.add(name)
-                    self.given_up.add(name)
         assert self.ahead.pinned_bytes <= self.ahead.tier.max_bytes
 
     @rule()
@@ -350,9 +348,11 @@ def test_chunk_that_is_read_when_its_request_gives_it_up_leaves_nothing(tmp_path
         gate = threading.Event()
         ahead.storage_calls.add(Fault("read", f"*{chunks[2].key.hex()}*", wait=gate))
         ahead.prefetcher.add("r", chunks[:2])
-        ahead.prefetcher.add("r", chunks[2:])
+        ahead.prefetcher.add("r", chunks[2:3])
         until(lambda: bool(ahead.prefetcher.take_failures()))
         gate.set()
+        # The scheduler learns of the failure later.
+        ahead.prefetcher.add("r", chunks[3:])
         # What the request needs no more keeps no room.
         ahead.prefetcher.add("next", others)
         until(lambda: ahead.has_kept(others) == len(others))

@@ -282,6 +282,8 @@ class _Request:
     loads: list[Piece] = field(default_factory=list)
     #: Nothing more is read for it.
     ended: bool = False
+    #: One of its chunks cannot be read, so those behind it are of no use.
+    failed: bool = False
 
 
 class Prefetcher:
@@ -323,7 +325,7 @@ class Prefetcher:
         request = self._requests.get(request_id)
         if request is None:
             request = self._requests[request_id] = _Request()
-        if not request.ended:
+        if not (request.ended or request.failed):
             request.chunks.extend(chunks)
         self._advance()
 
@@ -453,6 +455,7 @@ class Prefetcher:
         for request in dict.fromkeys(self._users[chunk.key]):
             if request.ended:
                 continue
+            request.failed = True
             request.chunks.clear()
             first = request.keys.index(chunk.key)
             rest = _Request(keys=request.keys[first:], ended=True)
