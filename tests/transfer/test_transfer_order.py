@@ -207,6 +207,25 @@ def test_an_aborted_load_makes_no_further_reads(rig: Rig, gate: Gate) -> None:
     assert all(rig.untouched(item) for item in items)
 
 
+def test_load_behind_one_that_reads_chunk_by_chunk_gets_all_threads_that_are_free(
+    gate: Gate,
+) -> None:
+    with closing(Rig(gate, blocks=400, options={"load_threads": 4})) as rig:
+        chunks, others = make_chunks(rig.fmt, 2), make_chunks(rig.fmt, 1, 7)
+        rig.put(chunks)
+        rig.put(others)
+        gate.shut()
+        rig.loads.load(rig.items(chunks, 20), at_once=1, on_done=lambda _: None)
+        until(lambda: len(gate.opened) == 2)
+        rig.start("behind", rig.items(others, 100))
+        time.sleep(0.1)
+        assert gate.reads_of(others) == 0
+        gate.let(2, chunks[0])
+        time.sleep(0.1)
+        assert gate.reads_of(others) == 2
+        gate.lift()
+
+
 # ------------------------------------------------------------------------- one read for several
 
 

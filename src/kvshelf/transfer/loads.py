@@ -209,9 +209,6 @@ class Loads(TransferHalf):
                 task = self._reads.take(threading.get_ident(), most)
                 if task is not None and task.piece.started is None:
                     task.piece.started = time.monotonic()
-                if task is not None and task.piece.at_once:
-                    # It may have been the last of a load that others have waited for.
-                    self._work.notify_all()
                 if task is not None or self._closing:
                     return task
                 self._work.wait()
@@ -390,13 +387,10 @@ class Loads(TransferHalf):
             if failure is None:
                 if task.arrived:
                     piece.arrive(task.item, len(task.shards), len(self._shards))
-                    if piece.at_once:
-                        self._reads.update(piece)
-                        self._work.notify(piece.at_once * len(self._shards))
             elif not task.late:
                 self._fail(piece, task.item, failure)
                 return
-            # A late task was given up before; its load may have waited for its scatter.
+            # Also for a late task, which was given up: its load may have waited for its scatter.
             self._settle(piece)
 
     # ------------------------------------------------------------- failures
@@ -456,6 +450,7 @@ class Loads(TransferHalf):
         # Chunks after a failed one are useless to this request.
         self._reads.update(piece)
         if piece.at_once:
+            # Threads wait for its next chunks, or for its end.
             self._work.notify_all()
         if piece.leading >= piece.wanted and not piece.scattering:
             self._complete(piece)
