@@ -127,3 +127,27 @@ def test_one_time_says_what_up_to_four_times_as_much_work_takes() -> None:
     load.learn(10e6, 0.5)
     assert [prefill.knows(tokens) for tokens in (400, 401)] == [True, False]
     assert [load.knows(nbytes) for nbytes in (40e6, 41e6)] == [True, False]
+
+
+def test_step_in_less_than_half_of_its_time_shortens_all_that_was_learned() -> None:
+    costs = PrefillCosts(2048)
+    for _ in range(20):
+        costs.learn([(0, 2048)], 0, 2.0)
+    assert costs.is_certain(2048)
+    costs.learn([(0, 2048)], 0, 0.2)
+    assert costs.seconds(0, 2048) == pytest.approx(0.2, rel=0.05)
+    assert (costs.speedups, costs.is_certain(2048)) == (1, False)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "began_slowly", "learned"),
+    [(511, True, False), (512, True, True), (511, False, True)],
+)
+def test_slow_step_is_learned_unless_it_is_small_and_follows_a_pause(
+    tokens: int, began_slowly: bool, learned: bool
+) -> None:
+    costs = PrefillCosts(2048)
+    costs.learn([(0, 2048)], 0, 1.0)
+    before = costs.seconds(0, tokens)
+    costs.learn([(0, tokens)], 0, 9.0, began_slowly=began_slowly)
+    assert (costs.seconds(0, tokens) > before) is learned
