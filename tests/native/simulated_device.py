@@ -119,8 +119,6 @@ class SimulatedStreams:
         self.streams: list[SimulatedStream] = []
         self._speeds: list[float] = []
         self._held = 0
-        self._engine_last = False
-        self._waiting = 0
         self._closed = False
         self._executing = False
         self._local = threading.local()
@@ -232,11 +230,6 @@ class SimulatedStreams:
         """Make no stream slower than others."""
         self._speeds = [1.0] * len(self.streams)
 
-    def let_engine_be_last(self) -> None:
-        """Do what is on the engine's stream only where somebody waits and nothing else is left."""
-        with self.changed:
-            self._engine_last = True
-
     def finish(self) -> None:
         """Wait until all is done that was enqueued."""
         with self.changed:
@@ -258,12 +251,8 @@ class SimulatedStreams:
 
     def wait_for(self, reached: Callable[[], bool]) -> bool:
         """Wait for the device, with the lock; return whether it came so far."""
-        self._waiting += 1
         self.changed.notify_all()
-        try:
-            return self.changed.wait_for(reached, PATIENCE)
-        finally:
-            self._waiting -= 1
+        return self.changed.wait_for(reached, PATIENCE)
 
     def _new(self, name: str) -> SimulatedStream:
         stream = SimulatedStream(self, name)
@@ -309,8 +298,6 @@ class SimulatedStreams:
                 kind, what = stream.entries[0]
                 if kind != "wait" or what[0].reached >= what[1]:
                     ready.append(number)
-        if self._engine_last and (len(ready) > 1 or not self._waiting):
-            ready = [number for number in ready if self.streams[number] is not self.engine]
         return ready
 
     def _run(self) -> None:

@@ -57,27 +57,6 @@ def flip(path: Path, at: int = -1) -> None:
     os.utime(path, (OLD, OLD))
 
 
-def cut(path: Path) -> None:
-    os.truncate(path, path.stat().st_size - 1)
-    os.utime(path, (OLD, OLD))
-
-
-def empty(path: Path) -> None:
-    os.truncate(path, 0)
-    os.utime(path, (OLD, OLD))
-
-
-def grow(path: Path) -> None:
-    with open(path, "ab") as file:
-        file.write(b"x")
-    os.utime(path, (OLD, OLD))
-
-
-def other(path: Path) -> None:
-    shutil.copy(next(p for p in objects(path.parents[3]) if p.name[:64] != path.name[:64]), path)
-    os.utime(path, (OLD, OLD))
-
-
 # ------------------------------------------------------------------------------ what is found
 
 

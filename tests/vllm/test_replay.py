@@ -384,10 +384,6 @@ def shelves(engine: EngineModel) -> list[Shelf]:
     return [shelf for shelf in found if shelf is not None]
 
 
-def flip(data: bytearray) -> None:
-    data[-1] ^= 1
-
-
 @pytest.mark.parametrize("runner", RUNNERS)
 def test_of_a_load_that_is_cut_the_first_chunks_are_kept_and_the_rest_is_computed(
     start: Start, backend: FaultyStorage, runner: str

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import pytest
 
@@ -14,12 +13,11 @@ from kvshelf.backends.posix import PosixBackend
 from kvshelf.capacity.uses import Uses
 from kvshelf.format.keys import Chunk
 from kvshelf.format.kinds import FULL, Kind
-from kvshelf.format.names import parse_path
 from kvshelf.metrics import Counters
 from kvshelf.shelf.view import ShelfView
 from tests.sim.engine_sides import LoneScheduler, Make, Request
 from tests.support.prompts import prompt
-from tests.support.waiting import PATIENCE, until
+from tests.support.waiting import until
 from tests.vllm.hybrid_specs import models
 
 MODELS = models()
@@ -71,17 +69,3 @@ def touched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(PosixBackend, "touch", noted)
     return names
-
-
-def recorded(uses: Uses, condition: Callable[[], object]) -> None:
-    """Wait until uses are recorded: a lookup's thread tells of them after its answer."""
-    until(lambda: uses.flush(PATIENCE) and bool(condition()))
-
-
-def used(touched: list[str]) -> dict[Kind, set[int]]:
-    kinds: dict[Kind, set[int]] = defaultdict(set)
-    for name in touched:
-        parsed = parse_path(name)
-        assert parsed is not None
-        kinds[parsed.kind].add(parsed.index)
-    return dict(kinds)

@@ -28,16 +28,6 @@ from tests.support.waiting import until
 TIER = 4 << 20
 
 
-def kept(rig: LoneWorker) -> float:
-    """Bytes that are kept for waiting requests, or are in use by loads."""
-    return rig.gauge("memory_tier_pinned_bytes")
-
-
-def read_ahead(rig: LoneWorker, chunks: int) -> None:
-    """Wait until all objects of so many chunks were read for waiting requests."""
-    until(lambda: rig.counts.get("prefetched_objects", 0) == chunks * rig.fmt.shards)
-
-
 def same(writer: LoneWorker, block: int, reader: LoneWorker, other: int) -> bool:
     """Whether blocks of two workers hold the same."""
     return all(map(torch.equal, writer.rows(block), reader.rows(other)))
