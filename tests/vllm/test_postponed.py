@@ -10,9 +10,13 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from kvshelf.vllm.worker.postponed import PostponedStores
 from tests.sim.engine import RUNNERS, EngineModel
+from tests.sim.engine_sides import store_op
 from tests.sim.storage import Fault, FaultyStorage
-from tests.support.prompts import prompt
+from tests.support.clocks import Clock
+from tests.support.formats import make_format
+from tests.support.prompts import make_chunks, prompt
 from tests.support.waiting import until
 
 CHUNK, CHUNKS = 8, 24
@@ -51,11 +55,6 @@ def start(
     for engine in engines:
         engine.close()
     assert "the engine goes on" not in caplog.text
-
-
-def stored(backend: FaultyStorage) -> int:
-    """Chunks on the shelf."""
-    return sum(info.name.endswith(".safetensors") for info in backend.list()) // 2
 
 
 def loaded(start: Callable[..., EngineModel], like: EngineModel, tokens: list[int]) -> int:
@@ -104,3 +103,28 @@ def test_a_producer_keeps_its_blocks_for_a_bounded_time(
     assert engine.worker.counted["promises_broken"] == 1
     until(lambda: engine.worker.counted["markers_written"] == 1)
     assert engine.worker.counted["dropped_chunks_staging_full"] == CHUNKS + 1 - 4
+
+
+def test_postponed_stores_are_taken_in_order_and_all_of_a_request_that_ended() -> None:
+    clock = Clock(0.0)
+    stores = PostponedStores(10.0, clock)
+    chunks = make_chunks(make_format(), 4)
+    running, ended = ("running", 0), ("ended", 0)
+    for owner in (running, ended):
+        for index in (2, 0, 1):
+            stores.put(store_op(chunks[index], owner=owner))
+    stores.hold([ended])
+    clock.now += 3.0
+    taken = stores.take([running, ended], 2)
+    assert [(op.owner, op.chunk.index, op.age) for op in taken] == [
+        *((running, index, 3.0) for index in (0, 1)),
+        *((ended, index, 3.0) for index in (0, 1, 2)),
+    ]
+    assert running in stores and stores.take_released() == {"ended"}
+    stores.put(taken[0])
+    stores.hold([running])
+    clock.now += 9.9
+    assert not stores.drop_late() and not stores.take_released()
+    clock.now += 0.1
+    assert [op.chunk.index for op in stores.drop_late()] == [0, 2]
+    assert stores.take_released() == {"running"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import shutil
 import struct
 import threading
 import time
@@ -59,8 +60,8 @@ from tests.sim.engine_sides import (
     round_of,
     stored_chunks,
 )
-from tests.sim.storage import Fault, posix
-from tests.support.prompts import prompt
+from tests.sim.storage import Fault, FaultyStorage, posix
+from tests.support.prompts import make_tail, prompt
 from tests.support.threads import none_can_be_started
 from tests.support.waiting import PATIENCE, until
 
@@ -108,6 +109,20 @@ def test_an_old_answer_counts_until_a_newer_one_is_there(side: LoneScheduler) ->
         assert side.side.matched_tokens(request, 0) == 16
     gate.set()
     until(lambda: side.side.matched_tokens(request, 0) == 40)
+
+
+def test_newer_lookup_that_the_storage_never_answers_takes_no_hit_away(make: Make) -> None:
+    side = make(deadlines={"probe": 0.3})
+    side.put(prompt(41), 2)
+    request = side.known("r", prompt(41))
+    side.lookup("r").as_of -= 2
+    gate = threading.Event()
+    side.faults.add(Fault("stat", wait=gate, times=1))
+    for _ in range(10):
+        side.step()
+        assert side.side.matched_tokens(request, 0) == 16
+        time.sleep(0.1)
+    gate.set()
 
 
 def test_a_preempted_request_is_answered_by_what_it_had_until_it_is_looked_up_anew(
@@ -186,6 +201,30 @@ def test_what_vllm_would_not_use_is_not_offered_held_or_counted_but_stored(
     request.num_preemptions = 1
     assert side.side.matched_tokens(request, 0) == 0
     assert side.step().prefetches == []
+
+
+def _opaque(part: WorkerReport) -> WorkerReport:
+    """A report of caches whose layout is unknown, so that there are no tails."""
+    fields = {"layouts": "opaque-0123456789abcdef", "layer_shapes": "2,512", "layer_dtypes": "U8"}
+    return replace(part, **{name: (value,) * LAYERS for name, value in fields.items()})
+
+
+@pytest.mark.parametrize(("part", "loaded"), [(PART, 7), (_opaque(PART), 0)])
+def test_tail_that_is_handed_over_is_loaded_behind_all_that_vllm_has(
+    make: Make, part: WorkerReport, loaded: int
+) -> None:
+    side = make(known=False)
+    side.report(reports={0: part})
+    side.report()
+    assert side.side.namespace is not None
+    side.fmt = ObjectFormat(side.side.namespace)
+    side.put(prompt(15))
+    tail = make_tail(side.fmt, 7)
+    if loaded:
+        side.put_chunk(tail)
+    params = Handover(side.side.namespace.digest, 15, tail.key, 7, "0" * 32).params()
+    assert side.ask(Request("r", prompt(15), kv_transfer_params=params), 8) == loaded
+    assert side.side.counters.snapshot()["handovers_complete"] == 1
 
 
 # ------------------------------------------------------------------------- failed loads
@@ -595,6 +634,18 @@ def test_what_is_admitted_behind_another_connector_s_load_waits_if_it_shares_its
     assert step({"r": (0, 24), "s": (0, 24)}, new=("r", "s")) == {"r"}
     assert step({"r": (24, 8), "s": (24, 8)}) == {"r"}
     assert step({"r": (32, 8), "s": (32, 8)}) == {"r", "s"}
+
+
+def test_reset_forgets_what_a_distant_storage_was_seen_to_have(make: Make) -> None:
+    side = make(known=False)
+    side.shelf = Shelf(FaultyStorage(side.faults, probe_cost=10e-3))
+    side.report(reports={0: PART})
+    side.put(prompt(40))
+    assert side.ask(Request("before", prompt(40))) == 36
+    shutil.rmtree(Path(side.faults.url) / side.fmt.namespace.folder)
+    assert side.ask(Request("remembered", prompt(40))) == 36
+    side.reset()
+    assert side.ask(Request("after", prompt(40))) == 0
 
 
 def test_a_reset_forgets_loads_that_failed_also_without_their_requests(side: LoneScheduler) -> None:

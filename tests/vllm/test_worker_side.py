@@ -30,9 +30,11 @@ from kvshelf.vllm.connector import SharedStorageConnector
 from kvshelf.vllm.metadata import (
     LoadOp,
     StepMetadata,
+    StoreOp,
     WorkerMetadata,
 )
 from kvshelf.vllm.worker import side as side_module
+from kvshelf.vllm.worker.postponed import PostponedStores
 from kvshelf.vllm.worker.registered_caches import natural_order
 from tests.sim.engine_caches import bind, make_caches, make_config, make_groups
 from tests.sim.engine_sides import BLOCK, LoneWorker, next_number, ordered, store_op
@@ -261,21 +263,21 @@ def test_worker_tells_when_writes_work_again(make_worker: Callable[..., LoneWork
     assert tells_refused() is False
 
 
-@pytest.mark.parametrize("read_only", [False, True])
+@pytest.mark.parametrize(("read_only", "bad"), [(False, True), (True, True), (True, False)])
 def test_bad_object_is_counted_where_a_read_only_shelf_keeps_it(
-    make_worker: Callable[..., LoneWorker], read_only: bool
+    make_worker: Callable[..., LoneWorker], read_only: bool, bad: bool
 ) -> None:
     writer = make_worker()
     chunks = writer.chunks(2)
     writer.store(chunks)
     rig = make_worker(read_only=read_only)
-    rig.backend.add(Fault("read", f"*{chunks[1].key.hex()}*", damage=lambda data: data.reverse()))
+    rig.path(chunks[1]).write_bytes(b"no") if bad else rig.path(chunks[1]).unlink()
     op = LoadOp(next_number(), "r", 0, 16, chunks, ([*range(20, 24)],))
     finished, _, meta = rig.step(StepMetadata(loads=[op]))
     while not finished:
         finished, _, meta = rig.step(StepMetadata())
-    assert meta is not None and meta.failures == [(chunks[1].key, True)]
-    assert rig.counts.get("unrepaired_objects", 0) == read_only
+    assert meta is not None and meta.failures == [(chunks[1].key, bad)]
+    assert rig.counts.get("unrepaired_objects", 0) == (read_only and bad)
 
 
 @pytest.mark.parametrize(
@@ -359,10 +361,10 @@ def test_what_is_staged_is_published_before_an_engine_sleeps(
     assert all(rig.path(chunk).exists() for chunk in chunks)
 
 
-def test_postponed_stores_are_dropped_when_an_engine_sleeps(
-    make_worker: Callable[..., LoneWorker], backend: FaultyStorage
+@pytest.mark.parametrize("how", ["sleep", "gone"])
+def test_postponed_stores_are_dropped_when_their_blocks_get_other_content(
+    make_worker: Callable[..., LoneWorker], backend: FaultyStorage, how: str
 ) -> None:
-    """Their blocks have other content when it wakes up."""
     rig = make_worker(staging_bytes=4 * 8192)
     chunks, owner = rig.chunks(16), ("r", 0)
     gate = threading.Event()
@@ -370,13 +372,52 @@ def test_postponed_stores_are_dropped_when_an_engine_sleeps(
     _, _, said = rig.step(StepMetadata(stores=[store_op(chunk, owner=owner) for chunk in chunks]))
     assert said is not None and said.postponed == [owner]
     gate.set()
-    rig.connector.unregister_kv_caches()
-    rig.connector.restore_kv_caches()
+    if how == "sleep":
+        rig.connector.unregister_kv_caches()
+        rig.connector.restore_kv_caches()
+    else:
+        rig.step(ordered(gone=[owner]))
+        rig.drain()
     stored = rig.counts["stored_chunks"]
     rig.step(StepMetadata(again=[owner]))
     rig.drain()
     assert rig.counts["stored_chunks"] == stored < 16
     assert rig.counts["dropped_chunks_staging_full"] == 16 - stored
+
+
+def test_chunks_behind_a_postponed_one_of_their_request_wait_and_no_others(
+    make_worker: Callable[..., LoneWorker], backend: FaultyStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = make_worker(staging_bytes=4 * 8192)
+    chunks, (other,) = rig.chunks(17), rig.chunks(1, seed=1)
+    gate, put = threading.Event(), PostponedStores.put
+    backend.add(Fault("write", "*.safetensors", wait=gate))
+
+    def put_and_free_staging(stores: PostponedStores, op: StoreOp) -> None:
+        put(stores, op)
+        gate.set()
+        rig.drain()
+
+    monkeypatch.setattr(PostponedStores, "put", put_and_free_staging)
+    ops = [store_op(chunk, owner=("r", 0)) for chunk in chunks]
+    rig.step(StepMetadata(stores=ops[:-1]))
+    rig.step(StepMetadata(stores=[ops[-1], store_op(other, owner=("s", 0))]))
+    rig.drain()
+    stored = [rig.path(chunk).exists() for chunk in chunks]
+    assert stored == sorted(stored, reverse=True) and rig.path(other).exists()
+
+
+def test_reset_lets_a_worker_store_again_what_it_has_stored(
+    make_worker: Callable[..., LoneWorker],
+) -> None:
+    rig = make_worker()
+    (chunk,) = rig.chunks(1)
+    rig.store([chunk])
+    rig.path(chunk).unlink()
+    rig.step(ordered(reset=True))
+    rig.step(StepMetadata(stores=[store_op(chunk, age=60.0)]))
+    rig.drain()
+    assert rig.path(chunk).exists()
 
 
 @pytest.mark.parametrize(

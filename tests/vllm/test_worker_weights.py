@@ -15,7 +15,7 @@ pytest.importorskip("vllm")
 
 import torch
 
-from kvshelf.vllm.metadata import BY_PARAMETERS, LoadOp, StepMetadata
+from kvshelf.vllm.metadata import BY_PARAMETERS, LoadOp, PrefetchOp, StepMetadata
 from kvshelf.vllm.worker import parts
 from kvshelf.weights.fingerprints import weights_fingerprint
 from tests.sim.engine_caches import make_config
@@ -145,15 +145,17 @@ def test_weights_of_a_model_without_folders_below_keep_their_name(
 def test_weights_that_change_in_place_end_loads_and_stores_at_once(
     make_worker: Callable[..., LoneWorker],
 ) -> None:
-    rig = make_worker()
+    rig = make_worker(memory=4 << 20)
     chunks = rig.chunks(3)
     rig.store(chunks[:2])
     rig.connector.weights_changed()
     rig.side.weights_changed("another reason")
     # The scheduler does not know yet: what it planned meanwhile is not done.
     named = rig.namespace()
-    rig.step(StepMetadata(stores=[store_op(chunks[2], [9, 10])], namespace=named))
+    stores, prefetches = [store_op(chunks[2], [9, 10])], [PrefetchOp("r", chunks[:2])]
+    rig.step(StepMetadata(stores=stores, prefetches=prefetches, namespace=named))
     rig.drain()
+    assert not rig.gauge("memory_tier_pinned_bytes")
     assert rig.counts["stored_chunks"] == 2
     before = rig.rows(20)
     finished, bad, meta = rig.step(
