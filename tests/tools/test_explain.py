@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 from collections.abc import Callable
@@ -72,17 +73,60 @@ def stored(rig: Rig) -> Rig:
     return rig
 
 
-def test_a_description_that_cannot_be_used_is_named(stored: Rig) -> None:
-    (stored.root / namespace().folder / "namespace.json").write_text("{}")
-    found = stored.explain()
-    assert codes(found) == ["description", "no_namespace"]
-    assert namespace().folder in found.causes[0].text
+def spoil_description(rig: Rig) -> None:
+    (rig.root / namespace().folder / "namespace.json").write_text("{}")
 
 
-def test_a_prompt_shorter_than_a_chunk(stored: Rig) -> None:
-    found = stored.explain(TOKENS[: CHUNK - 1])
-    assert codes(found) == ["too_short"]
-    assert not found.hits
+def truncate_object(rig: Rig) -> None:
+    os.truncate(rig.path(1), 100)
+
+
+def replace_object_by_folder(rig: Rig) -> None:
+    path = rig.path(1)
+    path.unlink()
+    path.mkdir()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "change", "causes"),
+    [
+        (TOKENS[: CHUNK - 1], None, ["too_short"]),
+        (prompt(5, 3), None, ["never_stored"]),
+        (TOKENS, spoil_description, ["description", "no_namespace"]),
+        (TOKENS, truncate_object, ["wrong_size"]),
+        (TOKENS, replace_object_by_folder, ["not_regular"]),
+    ],
+)
+def test_what_is_wrong_with_a_prompt_or_its_objects_is_the_cause(
+    stored: Rig, tokens: list[int], change: Callable[[Rig], None] | None, causes: list[str]
+) -> None:
+    if change is not None:
+        change(stored)
+    explanation = stored.explain(tokens)
+    assert codes(explanation) == causes
+    assert not explanation.hits
+    assert change is not spoil_description or namespace().folder in explanation.causes[0].text
+
+
+@pytest.mark.parametrize(
+    ("kind", "indices", "hit", "cause", "text"),
+    [
+        (STATE, [2], 2, "no_state", "not the state of chunk 2"),
+        (WINDOW, [1, 2], 1, "no_window", "chunk 1, 2"),
+    ],
+)
+def test_state_or_window_that_is_missing_ends_a_hit(
+    rig: Rig, kind: Kind, indices: list[int], hit: int, cause: str, text: str
+) -> None:
+    of = hybrid(sliding_windows=[0, CHUNK + 2, 0])
+    fill(rig.root, of, TOKENS)
+    for index in indices:
+        for path in rig.root.glob(f"*/*/*/{key(index, of).hex()}-{index}-{kind}-*of*"):
+            path.unlink()
+    explanation = rig.explain()
+    assert (explanation.hit_chunks, codes(explanation)) == (hit, [cause])
+    assert text in explanation.causes[0].text
+    assert {piece.kind for piece in explanation.missing} == {kind}
 
 
 @pytest.mark.parametrize(
@@ -111,23 +155,6 @@ def test_without_a_choice_the_namespace_with_the_longest_hit_is_taken(rig: Rig) 
     assert found.hits
 
 
-def test_an_object_of_the_wrong_size(stored: Rig) -> None:
-    path = stored.path(1, 0)
-    path.write_bytes(path.read_bytes()[:-1])
-    assert codes(stored.explain()) == ["wrong_size"]
-
-
-def test_what_is_no_file(stored: Rig) -> None:
-    path = stored.path(1, 0)
-    path.unlink()
-    path.mkdir()
-    assert codes(stored.explain()) == ["not_regular"]
-
-
-def test_a_prompt_that_nobody_stored(stored: Rig) -> None:
-    assert codes(stored.explain(prompt(5, 3))) == ["never_stored"]
-
-
 def test_a_salt_that_is_stored_without(stored: Rig) -> None:
     found = stored.explain(salt="tenant")
     assert codes(found) == ["cache_salt", "never_stored"]
@@ -141,44 +168,6 @@ def test_a_prompt_is_found_in_the_salt_group_in_which_it_is(rig: Rig) -> None:
     # One of another tenant is missing where an engine with group_by_salt would store it.
     [piece, *_] = rig.explain(salt="other").missing
     assert all(f"/{salt_group_of('other')}/" in name for name in piece.objects)
-
-
-# --------------------------------------------------------------------------- hybrid models
-
-
-HYBRID = hybrid(sliding_windows=[0, CHUNK + 2, 0])
-
-
-@pytest.fixture
-def of_hybrid(rig: Rig) -> Rig:
-    fill(rig.root, HYBRID, TOKENS)
-    return rig
-
-
-def remove(rig: Rig, kind: Kind, *indices: int) -> None:
-    for index in indices:
-        name = f"{key(index, HYBRID).hex()}-{index}{'' if kind == FULL else f'-{kind}'}-*of*"
-        found = list(rig.root.glob(f"*/*/*/{name}"))
-        assert found
-        for path in found:
-            path.unlink()
-
-
-def test_a_missing_state_ends_a_hit(of_hybrid: Rig) -> None:
-    remove(of_hybrid, STATE, 2)
-    found = of_hybrid.explain()
-    assert found.hit_chunks == 2
-    assert codes(found) == ["no_state"]
-    assert "not the state of chunk 2" in found.causes[0].text
-    assert [(piece.kind, piece.chunk) for piece in found.missing] == [(STATE, 2)]
-
-
-def test_missing_windows_end_a_hit(of_hybrid: Rig) -> None:
-    remove(of_hybrid, WINDOW, 1, 2)
-    found = of_hybrid.explain()
-    assert found.hit_chunks == 1
-    assert codes(found) == ["no_window"]
-    assert "chunk 1, 2" in found.causes[0].text
 
 
 def test_the_bounds_of_a_shelf_are_named_where_others_of_a_prompt_are_there(stored: Rig) -> None:

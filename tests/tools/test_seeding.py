@@ -118,14 +118,6 @@ def test_salted_prompts_are_looked_for_where_the_engine_stores_them(tmp_path: Pa
     assert seed(tmp_path, prompts, engine, group_by_salt=False)[0].existed == 0
 
 
-def test_what_is_dropped_again_and_again_is_named(tmp_path: Path) -> None:
-    engine = Engine(tmp_path, drops=[2] * 10)
-    prompts = [TokenPrompt(line, prompt(line, 3)) for line in (1, 2, 3)]
-    report, problems = seed(tmp_path, prompts, engine)
-    assert problems == [2]
-    assert (report.stored, report.failed, report.chunks) == (2, 1, 8)
-
-
 # -------------------------------------------------------------------------------- lines
 
 

@@ -81,7 +81,7 @@ def test_a_file_that_may_still_be_copied_stays(shelf: Path) -> None:
     assert bad.stat().st_size == 1000
 
 
-def test_names_that_the_namespace_has_not_are_bad(shelf: Path) -> None:
+def test_damaged_objects_and_names_that_the_namespace_has_not_are_moved(shelf: Path) -> None:
     path = next(p for p in objects(shelf) if p.name.endswith("-0of2.safetensors"))
     wrong = [
         path.with_name(path.name.replace("-0of2", "-0of3")),
@@ -89,15 +89,17 @@ def test_names_that_the_namespace_has_not_are_bad(shelf: Path) -> None:
     ]
     for name in wrong:
         shutil.copy2(path, name)
+    damaged = next(each for each in objects(shelf) if each not in (path, *wrong))
+    flip(damaged)
     found = report(shelf, "--repair", "--yes")
-    assert (found["bad"], found["moved"]) == (2, 2)
-    assert not any(name.exists() for name in wrong)
+    assert (found["bad"], found["moved"]) == (3, 3)
+    assert not any(name.exists() for name in (damaged, *wrong))
 
 
 # ------------------------------------------------------------------------------ descriptions
 
 
-def test_a_description_that_is_no_use_is_named_and_its_objects_stay(shelf: Path) -> None:
+def test_description_that_cannot_be_used_is_named_and_its_objects_stay(shelf: Path) -> None:
     path = shelf / FOLDER / "namespace.json"
     for content in (None, b"", path.read_bytes()[:-10], namespace("x", weights="user:y").encoded):
         path.unlink()
@@ -225,15 +227,3 @@ def test_a_missing_and_a_read_only_shelf(shelf: Path, tmp_path: Path) -> None:
         with pytest.raises(OSError, match="read-only"):
             verify_shelf(opened, repair=True)
         assert verify_shelf(opened).sound
-
-
-def test_mass_damage(tmp_path: Path) -> None:
-    root = tmp_path / "shelf"
-    fill(root, namespace(), *(prompt(number, 4) for number in range(20)))
-    for path in objects(root):
-        path.write_bytes(bytes(path.stat().st_size))
-    age(root)
-    found = report(root, "--repair", "--yes")
-    assert found["bad"] == found["moved"] == 160
-    assert objects(root) == []
-    assert len(list((root / FOLDER).rglob(".*.tmp"))) == 160
