@@ -20,10 +20,8 @@ from tests.support.engines import (
     Engines,
     MakePrompt,
     assert_same,
-    flip_byte,
 )
 from tests.support.make_hybrid_model import make_hybrid_model
-from tests.support.waiting import until
 from tests.vllm.hybrid_files import HybridFiles, forge
 
 #: Tokens of a chunk: vLLM's block.
@@ -99,21 +97,6 @@ def test_a_prompt_that_ends_with_a_chunk_computes_some_of_it(
     ask(hybrid, tokens, 3 * CHUNK)
 
 
-def test_a_hit_goes_on_from_what_is_in_memory(
-    hybrid: Engine, shelf: HybridFiles, ask: Ask, prompt: MakePrompt
-) -> None:
-    tokens = prompt(4 * CHUNK + 20)
-    hybrid.generate(tokens)
-    shelf.wait_hit(tokens, 4 * CHUNK)
-    hybrid.reset_prefix_cache()
-    hybrid.generate(tokens[: 2 * CHUNK + 10])
-    answer = ask(hybrid, tokens, 2 * CHUNK)
-    assert answer.cached_tokens == 4 * CHUNK
-    own = hybrid.generate(tokens)
-    assert (own.cached_tokens, own.shelf_tokens) == (4 * CHUNK, 0)
-    assert bits(answer) == bits(own)
-
-
 def test_a_conversation_goes_on(
     hybrid: Engine, shelf: HybridFiles, ask: Ask, prompt: MakePrompt
 ) -> None:
@@ -125,46 +108,6 @@ def test_a_conversation_goes_on(
         hybrid.reset_prefix_cache()
         ask(hybrid, following, hit * CHUNK)
         shelf.wait_hit(following, 3 * CHUNK)
-
-
-@pytest.fixture
-def two_boundaries(hybrid: Engine, shelf: HybridFiles, prompt: MakePrompt) -> list[int]:
-    """Store a prompt with states behind its second and its fourth chunk, and return it."""
-    short = prompt(2 * CHUNK + 5)
-    tokens = short + prompt(2 * CHUNK + 10)
-    # What was asked before is where a state is worth its bytes.
-    for stored, hit in ((short, 2 * CHUNK), (tokens, 4 * CHUNK)):
-        hybrid.generate(stored)
-        shelf.wait_hit(stored, hit)
-    shelf.wait_quiet()
-    hybrid.reset_connector()
-    return tokens
-
-
-def test_damaged_state_is_computed_and_stored_again(
-    hybrid: Engine, shelf: HybridFiles, ask: Ask, two_boundaries: list[int]
-) -> None:
-    tokens, hit = two_boundaries, 4 * CHUNK
-    ask(hybrid, tokens, hit)
-    flip_byte(shelf.of(tokens, "state")[3][0])
-    hybrid.reset_connector()
-    # What a load does not bring whole is computed.
-    assert ask(hybrid, tokens).cached_tokens == 0
-    shelf.wait_hit(tokens, hit)
-    shelf.wait_quiet()
-
-    def hits() -> bool:
-        hybrid.reset_prefix_cache()
-        return ask(hybrid, tokens).shelf_tokens == hit
-
-    until(hits, "a hit on the repaired state")
-
-
-def test_behind_a_damaged_chunk_nothing_is_loaded(
-    hybrid: Engine, shelf: HybridFiles, ask: Ask, two_boundaries: list[int]
-) -> None:
-    flip_byte(shelf.of(two_boundaries)[3][0])
-    assert ask(hybrid, two_boundaries).cached_tokens == 0
 
 
 def test_the_answer_depends_on_one_byte_of_a_state(

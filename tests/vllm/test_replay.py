@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Iterator
@@ -19,8 +18,6 @@ import torch
 pytest.importorskip("vllm")
 
 
-from kvshelf.errors import TransientStorageError
-from kvshelf.shelf.shelf import Shelf
 from kvshelf.vllm import adapters, connector
 from kvshelf.vllm.messages import Outbox
 from kvshelf.vllm.metadata import AdapterContent, Facts
@@ -73,13 +70,12 @@ def objects(backend: FaultyStorage) -> set[str]:
     return {info.name for info in backend.list() if info.name.endswith(".safetensors")}
 
 
-def hit(length: int) -> int:
-    """Tokens that a stored prompt of so many tokens can bring."""
-    tokens = min(length // CHUNK * CHUNK, length - 1)
-    return tokens - tokens % BLOCK
-
-
 # ------------------------------------------------------------------------- adapters
+
+
+def settle(engine: EngineModel) -> None:
+    """Let a request's steps bring the workers' reports to the scheduler and back."""
+    engine.run(prompt(3, 99), answer=12)
 
 
 class Hashing:
@@ -320,20 +316,6 @@ def test_files_of_an_adapter_are_hashed_again_only_when_they_change(
     assert hashing.count == 4
 
 
-def test_an_adapter_whose_files_only_get_other_times_stays_trusted(
-    start: Start, tmp_path: Path
-) -> None:
-    folder = make_adapter(tmp_path / "a", "a")
-    engine = start(prefix_caching=False)
-    for when in (1, 2):
-        os.utime(folder / "adapter_model.safetensors", (when, when))
-        # As after vLLM has evicted it.
-        engine.worker.adapters.loaded.clear()
-        engine.run(prompt(20, when), lora_request=adapter(folder))
-    for when in (1, 2):
-        assert engine.run(prompt(20, when), lora_request=adapter(folder)) == [16]
-
-
 def test_an_adapter_without_files_is_served_without_the_shelf(
     engine: EngineModel, backend: FaultyStorage, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -378,12 +360,6 @@ def test_chunks_of_forward_pass_that_raised_are_not_stored(
 # ------------------------------------------------------------------------- trouble
 
 
-def shelves(engine: EngineModel) -> list[Shelf]:
-    """The shelves of the two halves."""
-    found = [engine.connector._assembly.shelf(), engine.worker.connector._assembly.shelf()]
-    return [shelf for shelf in found if shelf is not None]
-
-
 @pytest.mark.parametrize("runner", RUNNERS)
 def test_of_a_load_that_is_cut_the_first_chunks_are_kept_and_the_rest_is_computed(
     start: Start, backend: FaultyStorage, runner: str
@@ -407,72 +383,6 @@ def test_of_a_load_that_is_cut_the_first_chunks_are_kept_and_the_rest_is_compute
     assert len(engine.loads_of("cut")) == 1
     assert 8 < engine.computed("cut") < 41
     assert engine.run(stored[0]) == [40]
-
-
-def test_a_breaker_opens_over_a_storage_that_fails_and_closes_when_it_answers(
-    engine: EngineModel, backend: FaultyStorage
-) -> None:
-    prompts = [prompt(41, seed) for seed in range(6)]
-    engine.run(*prompts)
-    backend.add(Fault("*", error=lambda: TransientStorageError(5, "EIO")))
-    for tokens in prompts:
-        assert engine.run(tokens) == [0]
-    assert not any(shelf.available for shelf in shelves(engine)[:1])
-    assert engine.counted["skipped_lookups"] >= 1
-    assert engine.counted["breaker_opens"] == 1
-    backend.heal()
-    until(lambda: all(shelf.available for shelf in shelves(engine)))
-    # In its steps the worker reports that its breaker is closed.
-    engine.run(prompt(9, 9))
-    assert engine.run(*prompts) == [40] * 6
-
-
-# ------------------------------------------------------------------------- other weights
-
-
-def settle(engine: EngineModel) -> None:
-    """Let a request's steps bring the workers' reports to the scheduler and back."""
-    engine.run(prompt(3, 99), answer=12)
-
-
-def namespace(engine: EngineModel) -> str:
-    assert engine.connector.namespace is not None
-    return str(engine.connector.namespace.record["weights"])
-
-
-def test_a_version_names_the_weights(engine: EngineModel, caplog: pytest.LogCaptureFixture) -> None:
-    engine.run(prompt(40))
-    for value, version, name in (
-        (1.0, "step 1", "version:step 1"),
-        (0.0, "", "user:test"),
-        (1.0, "", "version:step 1"),
-        (2.0, "step 1", "params:"),
-    ):
-        engine.worker.connector.weights_changed(version=version)
-        engine.load_weights(value)
-        settle(engine)
-        assert namespace(engine).startswith(name)
-    assert "was the name of other weights before" in caplog.text
-
-
-def test_shelf_at_its_bound_loses_the_oldest_prompts_and_they_are_computed(
-    start: Start, backend: FaultyStorage
-) -> None:
-    def shelf_bytes() -> int:
-        return sum(info.size for info in backend.list() if info.name.endswith(".safetensors"))
-
-    start().run(prompt(40))
-    bound = 10 * shelf_bytes()
-    capacity = {"capacity": {"max_bytes": f"{bound}B"}, "least_free": 0}
-    engine = start(capacity, prefix_caching=False)
-    # What an engine may store is known after its first look at the shelf.
-    time.sleep(60)
-    for number in range(1, 30):
-        assert engine.run(prompt(40, number)) == [0]
-        assert shelf_bytes() <= bound
-        time.sleep(60)
-    assert engine.run(prompt(40, 29)) == [hit(40)]
-    assert engine.run(prompt(40, 1)) == [0]
 
 
 @pytest.mark.parametrize("damaged", range(5))

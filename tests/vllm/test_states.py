@@ -22,10 +22,6 @@ with warnings.catch_warnings():
     )
     from vllm.model_executor.layers.mamba import mamba_utils
     from vllm.model_executor.layers.mamba.abstract import MambaBase
-    from vllm.model_executor.layers.mamba.gdn.kimi_gdn_linear_attn import (
-        _make_fused_conv1d_weight_loader,
-    )
-    from vllm.model_executor.layers.mamba.mamba_mixer2 import mamba_v2_sharded_weight_loader
     from vllm.model_executor.layers.mamba.mamba_utils import MambaStateShapeCalculator as Shapes
     from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum as Backend
     from vllm.v1.kv_cache_interface import MambaSpec
@@ -167,38 +163,6 @@ def test_convolutions_have_the_sections_that_vllms_own_transfer_has(
             for place in whole.places[:-1]
         ]
         assert shares == theirs.remote_conv_offsets(rank, ranks)
-
-
-@pytest.mark.parametrize(
-    ("name", "loader"),
-    [
-        ("Qwen3-Next", "mamba2"),
-        ("Nemotron-H", "mamba2"),
-        ("as many groups as ranks", "mamba2"),
-        ("Kimi-Linear", "fused"),
-    ],
-)
-@pytest.mark.parametrize("ranks", RANKS)
-def test_ranks_compute_the_channels_that_the_parts_say(name: str, loader: str, ranks: int) -> None:
-    model = MODELS[name]
-    whole = [part.shape[1] for part in model.split(1).parts[:-1]]
-    weights = torch.arange(sum(whole)).view(-1, 1, 1)
-    sections = weights.split(whole)
-    for rank in range(ranks):
-        local = torch.zeros(sum(whole) // ranks, 1, 1, dtype=torch.int64)
-        param = SimpleNamespace(data=local)
-        if loader == "mamba2":
-            spec = [(channels, 0, False) for channels in whole]
-            mamba_v2_sharded_weight_loader(spec, ranks, rank)(param, weights)  # type: ignore[arg-type]
-        else:
-            load = _make_fused_conv1d_weight_loader(whole, ranks, rank)
-            for number, section in enumerate(sections):
-                load(param, section, number)  # type: ignore[arg-type]
-        expected = [section.chunk(ranks)[rank] for section in sections]
-        assert torch.equal(local, torch.cat(expected))
-        begins = [place.offset for place in model.split(ranks).places[:-1]]
-        sizes = [len(part) * model.dtypes[0].itemsize for part in expected]
-        assert begins == [sum(sizes[:number]) for number in range(len(sizes))]
 
 
 def gathered(cache: torch.Tensor, state: StateParts, nbytes: int) -> torch.Tensor:

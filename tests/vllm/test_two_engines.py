@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -59,15 +58,6 @@ def test_killed_while_storing_and_started_again(
     shelf.check_all()
 
 
-def test_a_prompt_is_stored_in_small_steps_and_loaded_with_large_ones(
-    engine: Engine, second: Engine, shelf: ShelfFiles, ask: Ask, prompt: MakePrompt
-) -> None:
-    tokens = prompt(1500)
-    engine.generate(tokens)
-    shelf.wait_stored(tokens)
-    ask(second, tokens, 1280)
-
-
 def test_two_engines_store_the_same_chunks_at_once(
     engine: Engine,
     second: Engine,
@@ -93,59 +83,6 @@ def test_two_engines_store_the_same_chunks_at_once(
         each.reset_prefix_cache()
         for tokens in prompts:
             ask(each, tokens, 768)
-
-
-def test_adapters_are_told_apart_by_content(
-    second: Engine, shelf: ShelfFiles, tmp_path: Path, prompt: MakePrompt
-) -> None:
-    shapes = attention_shapes()
-    one, two = make_adapter(tmp_path / "one", 1, shapes), make_adapter(tmp_path / "two", 2, shapes)
-    copy = shutil.copytree(one, tmp_path / "copy of one")
-
-    def lora(number: int, path: Path) -> dict[str, Any]:
-        return {"lora_name": path.name, "lora_int_id": number, "lora_path": str(path)}
-
-    adapters = [None, lora(1, one), lora(2, two)]
-    tokens, before = prompt(600), len(shelf.objects())
-    cold = []
-    for number, adapter in enumerate(adapters, 1):
-        # Loads the adapter, so that the worker knows its digest when there is something to store.
-        second.generate(prompt(20), lora=adapter)
-        second.reset_prefix_cache()
-        cold.append(second.generate(tokens, lora=adapter))
-        assert cold[-1].shelf_tokens == 0
-        # Two chunks in two shards.
-        wait_objects(shelf, before + 4 * number)
-    assert len({tuple(answer.tokens) for answer in cold}) == 3
-    for adapter, answer in zip([*adapters, lora(3, copy)], [*cold, cold[1]], strict=True):
-        second.reset_prefix_cache()
-        warm = second.generate(tokens, lora=adapter)
-        assert warm.shelf_tokens == 512
-        assert_same(warm, answer)
-
-    # Another adapter at the same path is another adapter, under a new id; under the old one nobody
-    # can tell which of the two some KV was computed with.
-    shutil.rmtree(two)
-    make_adapter(two, 9, shapes)
-    objects = shelf.objects()
-    second.reset_prefix_cache()
-    old = second.generate(tokens, lora=lora(2, two))
-    assert old.shelf_tokens == 0
-    assert shelf.objects() == objects
-    # vLLM's prefix cache may hold KV of both.
-    second.reset_prefix_cache(connector=True)
-    assert second.generate(tokens, lora=lora(5, two)).shelf_tokens == 0
-    assert shelf.objects() == objects
-    renamed = lora(6, two) | {"lora_name": "another"}
-    second.generate(prompt(20), lora=renamed)
-    new = second.generate(tokens, lora=renamed)
-    assert new.shelf_tokens == 0
-    assert new.tokens != cold[2].tokens
-    wait_objects(shelf, len(objects) + 4)
-    second.reset_prefix_cache()
-    warm = second.generate(tokens, lora=renamed)
-    assert warm.shelf_tokens == 512
-    assert_same(warm, new)
 
 
 def test_an_adapter_that_is_swapped_in_place_answers_with_its_new_files(
