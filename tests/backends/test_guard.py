@@ -217,25 +217,21 @@ def test_calls_that_are_late_for_want_of_files_open_no_breaker(
     assert rig.guard.reads.is_closed
 
 
-def fail_then_wait(rig: Rig, pattern: str) -> threading.Event:
-    """Fail until the read breaker opens; later opens wait, and fail as well."""
-    assert rig.read("o1") == b"o1"
+@pytest.mark.parametrize("has_worked", [True, False])
+def test_trial_repeats_first_what_worked_before_or_a_listing(rig: Rig, has_worked: bool) -> None:
+    """The call that failed may be the only one that does, or hang for ever."""
     gate = threading.Event()
-    rig.faults.add(Fault("open", pattern, error=eio, times=LEAST_FAILURES))
-    rig.faults.add(Fault("open", pattern, wait=gate, error=eio))
+    rig.faults.add(Fault("open", "o[02]", error=eio, times=LEAST_FAILURES))
+    rig.faults.add(Fault("open", "o[02]", wait=gate))
+    if has_worked:
+        assert rig.read("o1") == b"o1"
     for name in ("o0", "o2") * (LEAST_FAILURES // 2):
         with pytest.raises(TransientStorageError):
             rig.guard.open(name)
-    return gate
-
-
-def test_what_worked_before_is_tried_first(rig: Rig) -> None:
-    gate = fail_then_wait(rig, "o[02]")
-    until(lambda: rig.guard.reads.state is BreakerState.CLOSED)
+    until(lambda: rig.guard.reads.is_closed)
+    assert rig.faults.counts["folders"] == (not has_worked)
     gate.set()
     until(lambda: not rig.trials())
-    assert rig.read("o1") == b"o1"
-    assert rig.counts == {"breaker_opens": 1, "breaker_closes": 1}
 
 
 def test_trial_that_finds_the_object_gone_shows_that_the_storage_works(rig: Rig) -> None:
@@ -281,15 +277,6 @@ def test_guard_that_is_closed_has_no_thread_and_one_unwatched_tells_nobody(rig: 
     threads = [thread for thread in threading.enumerate() if thread.name == "kvshelf-guard"]
     rig.guard.close()
     until(lambda: not any(thread.is_alive() for thread in threads))
-
-
-def test_where_nothing_worked_a_listing_is_tried(rig: Rig) -> None:
-    rig.faults.add(Fault("open", "o0", error=eio))
-    for _ in range(LEAST_FAILURES):
-        with pytest.raises(TransientStorageError):
-            rig.guard.open("o0")
-    until(lambda: rig.guard.reads.state is BreakerState.CLOSED)
-    assert rig.faults.counts["folders"] == 1
 
 
 def test_a_trial_that_fails_after_another_worked_does_not_stop_it_again() -> None:
@@ -388,15 +375,21 @@ class Watch:
 
 @pytest.mark.parametrize("rig", [NEVER], indirect=True)
 @pytest.mark.parametrize(
-    ("operation", "breaker"), [("stat", "reads"), ("read", "reads"), ("write", "writes")]
+    ("operation", "breaker"),
+    [("stat", "reads"), ("read", "reads"), ("close", "reads"), ("write", "writes")],
 )
 def test_calls_that_never_return_open_the_breaker(rig: Rig, operation: str, breaker: str) -> None:
+    """A mount may ask its server when a file is closed, too, and the server may be gone."""
     gate = threading.Event()
     rig.faults.add(Fault(operation, wait=gate))
     watch = Watch()
     rig.guard.watch(watch)
-    for _ in range(2):
-        start(rig, CALLS[operation])
+    call = CALLS["read" if operation == "close" else operation]
+    threads = [start(rig, call)]
+    until(lambda: watch.late == [threads[0].ident])
+    assert rig.guard.late_calls == 1
+    assert getattr(rig.guard, breaker).is_closed
+    threads.append(start(rig, call))
     until(lambda: not getattr(rig.guard, breaker).is_closed)
     assert watch.stopped.wait(PATIENCE if breaker == "reads" else 0.0) is (breaker == "reads")
     if breaker == "writes":
@@ -407,6 +400,7 @@ def test_calls_that_never_return_open_the_breaker(rig: Rig, operation: str, brea
         with pytest.raises(UnavailableStorageError):
             rig.guard.write("new", [b"x"])
     gate.set()
+    until(lambda: rig.guard.late_calls == 0)
 
 
 @pytest.mark.parametrize("rig", [NEVER], indirect=True)
@@ -422,13 +416,14 @@ def test_too_many_stuck_threads_open_it_whatever_else_goes_well(rig: Rig) -> Non
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("operation", ["*", "close"])
 def test_a_frozen_storage_is_asked_by_few_threads_and_used_when_it_thaws(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, operation: str
 ) -> None:
     monkeypatch.setattr(trials, "_MOST", 2)
     assert rig.read("o1") == b"o1"
     gate = threading.Event()
-    rig.faults.add(Fault("*", wait=gate))
+    rig.faults.add(Fault(operation, wait=gate))
     for name in ("o2", "o3"):
         start(rig, partial(Rig.read, name=name))
     until(lambda: rig.guard.reads.failed_trials > 3)
@@ -467,39 +462,6 @@ def test_all_reads_of_an_object_have_one_deadline(rig: Rig) -> None:
 
     with pytest.raises(TransientStorageError, match="longer than"):
         trickle()
-
-
-# A mount may ask its server when a file is closed, and the server may be gone.
-
-
-@pytest.mark.parametrize("rig", [NEVER], indirect=True)
-def test_a_close_that_never_returns_is_noticed(rig: Rig) -> None:
-    gate = threading.Event()
-    rig.faults.add(Fault("close", wait=gate))
-    watch = Watch()
-    rig.guard.watch(watch)
-    thread = start(rig, CALLS["read"])
-    until(lambda: watch.late == [thread.ident])
-    assert rig.guard.late_calls == 1
-    assert rig.guard.reads.state is BreakerState.CLOSED
-    start(rig, CALLS["read"])
-    assert watch.stopped.wait(PATIENCE)
-    gate.set()
-    until(lambda: rig.guard.late_calls == 0)
-
-
-@pytest.mark.long
-def test_a_storage_whose_closes_hang_is_asked_until_they_do_not(rig: Rig) -> None:
-    gate = threading.Event()
-    rig.faults.add(Fault("close", wait=gate))
-    for _ in range(2):
-        start(rig, CALLS["read"])
-    until(lambda: rig.guard.reads.failed_trials > 1)
-    rig.faults.heal()
-    until(lambda: rig.guard.reads.state is BreakerState.CLOSED)
-    assert rig.read("o1") == b"o1"
-    gate.set()
-    until(lambda: not rig.trials())
 
 
 @pytest.mark.parametrize("rig", [Backoff(0.02, 0.05)], indirect=True)
@@ -620,6 +582,16 @@ def test_writes_that_fail_after_a_refusal_stop_deletions_too(rig: Rig) -> None:
     rig.guard.touch("o1")
     assert not rig.guard.takes_no_stores and not rig.faults.touches
     assert rig.guard.stat(["o1"]) == [2]
+
+
+def test_writes_that_work_are_not_stopped_by_some_that_never_will(rig: Rig) -> None:
+    rig.faults.add(Fault("write", "bad*", error=PermanentStorageError(errno.EINVAL, "no")))
+    for number in range(3 * LEAST_FAILURES):
+        for twice in range(2):
+            rig.guard.write(f"good{number}{twice}", [b"x"])
+        with pytest.raises(PermanentStorageError):
+            rig.guard.write(f"bad{number}", [b"x"])
+    assert rig.guard.writes.is_closed
 
 
 @pytest.mark.parametrize("error", [ReadOnlyStorageError, PermanentStorageError])
@@ -781,16 +753,6 @@ def test_what_the_storage_cannot_do_at_all_stops_stores_and_is_told_once(
     until(lambda: not rig.guard.properties.read_only)
     rig.guard.write("new", [b"x"])
     assert not rig.guard.takes_no_stores
-
-
-def test_writes_that_work_are_not_stopped_by_some_that_never_will(rig: Rig) -> None:
-    rig.faults.add(Fault("write", "bad*", error=PermanentStorageError(errno.EINVAL, "no")))
-    for number in range(3 * LEAST_FAILURES):
-        for twice in range(2):
-            rig.guard.write(f"good{number}{twice}", [b"x"])
-        with pytest.raises(PermanentStorageError):
-            rig.guard.write(f"bad{number}", [b"x"])
-    assert rig.guard.writes.is_closed
 
 
 # ------------------------------------------------------------------------- many names, forks

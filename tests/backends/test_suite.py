@@ -16,9 +16,10 @@ from kvshelf.backends import Backend, posix_folders, posix_publish
 from kvshelf.backends.generic import GenericBackend
 from kvshelf.backends.guard import GuardedBackend
 from kvshelf.backends.posix import PosixBackend
+from kvshelf.backends.wrappers import WrappedBackend
 from kvshelf.errors import PermanentStorageError
+from kvshelf.server.shelf import open_served
 from tests.server.node import LocalServer
-from tests.sim.storage import FaultyStorage
 from tests.support.backend_suite import BackendSuite, read_into
 from tests.support.oracles import FolderOracle, MemoryOracle, Oracle
 
@@ -49,34 +50,13 @@ class TestPosix(_OverFolder):
 
 
 class TestGuarded(_OverFolder):
-    """A backend whose calls have deadlines is a backend like any other."""
+    """A backend that is wrapped, and whose calls have deadlines, is a backend like any other."""
 
     examples = 20
 
     @pytest.fixture
     def backend(self, root: Path) -> Iterator[Backend]:
-        with closing(GuardedBackend(PosixBackend(root))) as backend:
-            yield backend
-
-
-@pytest.mark.slow
-class TestPosixWithoutNewSystemCalls(_OverFolder):
-    """What a kernel or sandbox without openat2, hard links and renameat2 gets."""
-
-    one_creates = False
-
-    @pytest.fixture
-    def backend(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Backend]:
-        def link(*args: object, **kwargs: object) -> None:
-            raise PermissionError(1, "no links here")
-
-        def rename(*args: object) -> None:
-            raise OSError(errno.ENOSYS, "no such call here")
-
-        monkeypatch.setattr(posix_folders, "has_openat2", lambda: False)
-        monkeypatch.setattr(posix_publish, "rename_noreplace", rename)
-        monkeypatch.setattr(os, "link", link)
-        with closing(PosixBackend(root)) as backend:
+        with closing(GuardedBackend(WrappedBackend(PosixBackend(root)))) as backend:
             yield backend
 
 
@@ -91,6 +71,21 @@ class TestPosixWithoutLinks(_OverFolder):
         monkeypatch.setattr(os, "link", link)
         with closing(PosixBackend(root)) as backend:
             yield backend
+
+
+@pytest.mark.slow
+class TestPosixWithoutNewSystemCalls(TestPosixWithoutLinks):
+    """What a kernel or sandbox without openat2, hard links and renameat2 gets."""
+
+    one_creates = False
+
+    @pytest.fixture(autouse=True)
+    def _old_kernel(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def rename(*args: object) -> None:
+            raise OSError(errno.ENOSYS, "no such call here")
+
+        monkeypatch.setattr(posix_folders, "has_openat2", lambda: False)
+        monkeypatch.setattr(posix_publish, "rename_noreplace", rename)
 
 
 class TestMemory(BackendSuite):
@@ -128,20 +123,6 @@ class TestGenericOnFolder(_OverFolder):
         return _LinksOnlyOracle(root)
 
 
-@pytest.mark.slow
-class TestWrapped(TestPosix):
-    examples = 10
-
-    @pytest.fixture
-    def backend(self, root: Path) -> Iterator[Backend]:
-        with closing(FaultyStorage(PosixBackend(root))) as backend:
-            yield backend
-
-    @pytest.fixture
-    def reopen(self) -> Callable[[], Backend] | None:
-        return None
-
-
 class TestServed(_OverFolder):
     """What an engine gets from a node server, past the server's memory."""
 
@@ -154,8 +135,6 @@ class TestServed(_OverFolder):
 
     @pytest.fixture
     def backend(self, server: LocalServer) -> Iterator[Backend]:
-        from kvshelf.server.shelf import open_served
-
         with open_served(server.url) as shelf:
             yield shelf.backend
 
@@ -175,6 +154,4 @@ class TestServed(_OverFolder):
 
 
 def _open_served_backend(url: str) -> Backend:
-    from kvshelf.server.shelf import open_served
-
     return open_served(url).backend
