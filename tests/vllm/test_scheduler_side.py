@@ -95,22 +95,6 @@ def test_what_another_connector_transfers_is_not_read_ahead(make: Make, transfer
     assert named == ([] if transferred else ["r"])
 
 
-def test_an_old_answer_counts_until_a_newer_one_is_there(side: LoneScheduler) -> None:
-    """No engine announces what it stores to others."""
-    tokens = prompt(41)
-    side.put(tokens, 2)
-    request = side.known("r", tokens)
-    side.put(tokens)
-    side.lookup("r").as_of -= 2
-    gate = threading.Event()
-    side.faults.add(Fault("stat", wait=gate))
-    for _ in range(3):
-        side.step()
-        assert side.side.matched_tokens(request, 0) == 16
-    gate.set()
-    until(lambda: side.side.matched_tokens(request, 0) == 40)
-
-
 def test_newer_lookup_that_the_storage_never_answers_takes_no_hit_away(make: Make) -> None:
     side = make(deadlines={"probe": 0.3})
     side.put(prompt(41), 2)
