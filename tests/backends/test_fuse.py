@@ -7,7 +7,6 @@ of NFS. Mounts that cannot be had are skipped with the reason, see :mod:`faultfs
 from __future__ import annotations
 
 import contextlib
-import errno
 import functools
 import os
 import subprocess
@@ -21,21 +20,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from kvshelf.backends import Backend, BytesLike, Touched, WriteResult
 from kvshelf.backends.base import WriteMode, delete_one
-from kvshelf.backends.breaker import LEAST_FAILURES
-from kvshelf.backends.guard import GuardedBackend
 from kvshelf.backends.posix import PosixBackend
 from kvshelf.backends.posix_mount import find_mount
-from kvshelf.cli.app import app
 from kvshelf.errors import (
     BadObjectError,
     ObjectMissingError,
-    PermanentStorageError,
     StorageError,
-    UnavailableStorageError,
 )
 from kvshelf.format.keys import KeyChain
 from kvshelf.format.objects import ObjectFormat
@@ -218,17 +211,6 @@ def test_a_mount_that_forgets_access_times_is_found_out(tmp_path: Path) -> None:
         assert path.stat().st_atime == 1e9
 
 
-def test_a_mount_that_keeps_access_times_is_believed(tmp_path: Path) -> None:
-    with mounted(tmp_path) as mount, closing(PosixBackend(mount.path)) as backend:
-        backend.write("a/old", [b"x"])
-        os.utime(mount.source / "a/old", (1e9, 1e9))
-        for _ in range(2):
-            assert backend.touch("a/old") is Touched.TOUCHED
-            info = backend.info("a/old")
-            assert info is not None and info.atime is not None and info.atime > info.mtime == 1e9
-            os.utime(mount.source / "a/old", (1e9, 1e9))
-
-
 # --------------------------------------------------------------------------- two clients of one
 
 
@@ -343,15 +325,6 @@ def _loads(shelf: Shelf, chunk: Any) -> bool:
 # ------------------------------------------------------------------------- what is known of them
 
 
-def test_a_mount_is_known_for_what_it_is(
-    mounts: tuple[FaultMount, FaultMount], tmp_path: Path
-) -> None:
-    far = PosixBackend(mounts[0].path / "some" / "shelf").properties
-    assert far.filesystem.startswith("fuse")
-    near = PosixBackend(tmp_path).properties
-    assert near.probe_cost < far.probe_cost
-
-
 def test_a_mount_that_does_not_answer_is_found_without_asking_it(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
@@ -371,66 +344,3 @@ def test_measuring_ends_soon_where_a_probe_takes_long(
         backend = PosixBackend(mount.path / "shelf")
         assert backend.properties.probe_cost >= 0.05
         assert mount.met() < 5
-
-
-@pytest.mark.parametrize(("free", "is_believed"), [(1, False), (20, True)])
-def test_space_of_mount_that_always_says_the_same_is_not_known(
-    tmp_path: Path, free: int, is_believed: bool
-) -> None:
-    with mounted(tmp_path) as mount, closing(PosixBackend(mount.path / "kv")) as backend:
-        mount.add("statfs", free=free)
-        for _ in range(2):
-            space = backend.space()
-            assert (space is not None) is is_believed
-        assert list((mount.source / "kv").iterdir()) == []
-        result = CliRunner().invoke(app, ["doctor", backend.url])
-        assert ("never changes: not looked at" in result.stdout) is not is_believed
-
-
-@pytest.mark.parametrize(
-    "rules",
-    [
-        [("link", {"error": errno.EACCES})],
-        [("link", {"error": errno.EXDEV})],
-        [("link", {"error": errno.EPERM}), ("rename", {"answer": errno.EIO, "times": 1})],
-        # Looks at a file that is open, or was closed just now, show no bytes.
-        [("getattr", {"late": 0.0})],
-        [("getattr", {"late": 0.5})],
-    ],
-    ids=["link: EACCES", "link: EXDEV", "EIO behind", "size 0", "size late"],
-)
-def test_publication_on_mount_as_people_have_it_is_whole(
-    tmp_path: Path, rules: list[tuple[str, dict[str, Any]]]
-) -> None:
-    with mounted(tmp_path) as mount, closing(PosixBackend(mount.path / "kv")) as backend:
-        for operation, fields in rules:
-            mount.add(operation, "*.tmp", **fields)
-        for name in ("a/x", "a/y"):
-            assert backend.write(name, [b"12345"]) is WriteResult.CREATED
-            assert backend.write(name, [b"12345"]) is WriteResult.EXISTED
-            assert backend.stat([name]) == [5]
-        mount.add("rename", answer=errno.EIO, times=1)
-        assert backend.write("a/x", [b"123456"], "replace") is WriteResult.REPLACED
-        assert {path.name: path.stat().st_size for path in (mount.source / "kv/a").iterdir()} == {
-            "x": 6,
-            "y": 5,
-        }
-
-
-def test_a_mount_that_renames_no_files_is_named_and_gets_no_more(tmp_path: Path) -> None:
-    """As Mountpoint for S3: it links nothing, renames nothing, and may delete nothing."""
-    with mounted(tmp_path) as mount:
-        shelf = mount.path / "kv"
-        shelf.mkdir()
-        mount.add("link|unlink", error=errno.EPERM)
-        mount.add("rename", error=errno.ENOSYS)
-        with closing(GuardedBackend(PosixBackend(shelf))) as opened:
-            for number in range(LEAST_FAILURES):
-                with pytest.raises(
-                    PermanentStorageError, match=r"neither links nor renames.*use s3://"
-                ):
-                    opened.write(f"o{number}", [b"x"])
-            assert opened.takes_no_stores
-            with pytest.raises(UnavailableStorageError):
-                opened.write("o", [b"x"])
-        assert len(list((mount.source / "kv").iterdir())) == LEAST_FAILURES

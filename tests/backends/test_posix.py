@@ -718,6 +718,9 @@ def test_way_to_publish_is_remembered(
     assert backend.write("a/z", [b"1"]) is WriteResult.CREATED
     assert backend.write("a/z", [b"1"]) is WriteResult.EXISTED
     assert files(root) == {"a/x", "a/y", "a/z"}
+    monkeypatch.setattr(os, "rename", link)
+    with pytest.raises(StorageError, match=r"neither links nor renames.*use s3://"):
+        backend.write("a/new", [b"1"])
 
 
 # ------------------------------------------------------------------------------------------ other
@@ -827,6 +830,9 @@ def test_space_is_what_the_mount_says_unless_that_is_not_true(
         assert (second.free, second.total) == (expected * 4096 if expected else 0, 100 * 4096)
         assert second.files is None and not second.memory
     assert not files(root)
+    if expected is None:
+        found = CliRunner().invoke(app, ["doctor", str(root)]).stdout
+        assert ("never changes: not looked at" in found) is mount.kind.startswith("fuse")
 
 
 def test_foreign_names_are_not_listed(backend: PosixBackend, root: Path) -> None:

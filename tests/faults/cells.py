@@ -2,12 +2,14 @@
 
 Owns the list of cells, the stand-in for an engine that a cell is run with
 (:class:`EngineStandIn`), and the ways to make trouble (:class:`Storage`): on a FUSE mount by rules
-of its filesystem, in a bucket by the script of its store, elsewhere by the fault-injecting backend.
+of its filesystem, in a bucket by the script of its store. The model of the shelf draws the same
+faults for the fault-injecting backend.
 """
 
 from __future__ import annotations
 
 import errno
+import os
 import threading
 import time
 import uuid
@@ -19,7 +21,6 @@ from pathlib import Path
 from typing import Any, Final
 
 from kvshelf.backends import Backend, Deadlines, open_backend
-from kvshelf.backends.oserrors import storage_error
 from kvshelf.format.keys import Chunk, KeyChain
 from kvshelf.format.names import object_name
 from kvshelf.format.objects import ObjectFormat
@@ -29,14 +30,13 @@ from kvshelf.transfer.context import ChunkSlots
 from kvshelf.transfer.load import Failure
 from tests.faults.faultfs import FaultMount
 from tests.sim.s3 import Answer, Request, ScriptedS3, refusal
-from tests.sim.storage import Fault, FaultyStorage
 from tests.support.formats import make_format
 from tests.support.prompts import make_chunks
 from tests.support.prompts import prompt as random_tokens
 from tests.support.transfers import Rig
 from tests.support.waiting import LONG, PATIENT, until
 
-BACKENDS: Final = ("posix", "fuse", "s3")
+BACKENDS: Final = ("fuse", "s3")
 
 #: Seconds beyond which a load is given up, in the tests' engines.
 DEADLINE: Final = 0.25
@@ -50,7 +50,7 @@ eventually: Final = partial(until, what="use of the storage without a restart", 
 BACK_OFF: Final = 0.05
 CHUNKS: Final = 3
 
-#: What a directory and a mount meet, and when. Each fault meets each kind of storage at one moment:
+#: What a mount meets, and when. Each fault meets each kind of storage at one moment:
 #: the models of shelf, lookups and transfers draw the others.
 FAULTS: Final = {
     "EIO": "read",
@@ -118,17 +118,11 @@ BUCKET_FAULTS: Final[dict[str, tuple[str, tuple[str, ...]]]] = {
     REFUSED: ("probe", ("probe_errors", "late_calls")),
 }
 
-#: Rows of the table that other tests fill.
+#: A row of the table beside.
 UNMOUNTED: Final = "unmounted"
-COVERED: Final = "another mount"
-AHEAD: Final = "clock ahead"
-BEHIND: Final = "clock behind"
-ODD_TIMES: Final = "odd times"
-STALE: Final = "stale attributes"
 
 #: A fault, a moment, and a kind of storage.
 CELLS: Final = [
-    *((*fault, "posix") for fault in FAULTS.items()),
     *((*fault, "fuse") for fault in (FAULTS | MOUNT_FAULTS).items()),
     *((fault, moment, "s3") for fault, (moment, _) in BUCKET_FAULTS.items()),
 ]
@@ -143,18 +137,6 @@ _FUSE_OPERATIONS: Final = {
     "list": "opendir|readdir",
     "delete": "unlink|rename",
 }
-_WRAPPER_OPERATIONS: Final = {
-    "probe": ("stat",),
-    "write": ("write",),
-    "publish": ("publish",),
-    "list": ("list", "folders"),
-    "delete": ("delete", "set_aside"),
-}
-
-
-def _flip(data: bytearray) -> None:
-    if data:
-        data[-1] ^= 1
 
 
 class Storage:
@@ -176,10 +158,6 @@ class Storage:
 
     def make_trouble(self, fault: str, moment: str) -> None:
         """Begin with a fault of the table."""
-        raise NotImplementedError
-
-    def lose_behind(self, size: int) -> None:
-        """Begin to store only the first bytes of each object, and to say that all was stored."""
         raise NotImplementedError
 
     def met(self) -> int:
@@ -241,9 +219,6 @@ class MountedStorage(Storage):
             what = {"seconds": _SECONDS[fault], "times": 2}
         self.mount.add(operation, pattern, **what)
 
-    def lose_behind(self, size: int) -> None:
-        self.mount.add("write", f"{self.name}/*safetensors*", keep=size)
-
     def met(self) -> int:
         if self._is_killed:
             return int(self.mount.died())
@@ -257,67 +232,6 @@ class MountedStorage(Storage):
         else:
             self.mount.clear()
         self._is_killed = self._is_frozen = False
-
-
-class WrappedStorage(Storage):
-    """A backend inside the fault-injecting one."""
-
-    def __init__(self, url: str) -> None:
-        self.plain = open_backend(url)
-        self.backend = FaultyStorage(open_backend(url))
-        self._met = 0
-        self._gate = threading.Event()
-
-    def make_trouble(self, fault: str, moment: str) -> None:
-        operations = _WRAPPER_OPERATIONS.get(moment, ("read",))
-        if hasattr(errno, fault) and moment == "read":
-            operations = ("open", "read")
-        for operation in operations:
-            self.backend.add(self._fault(fault, operation, writing=moment in ("write", "delete")))
-
-    def _fault(self, fault: str, operation: str, *, writing: bool) -> Fault:
-        def count() -> None:
-            self._met += 1
-
-        pattern = "*" if operation in ("list", "folders") else "*safetensors*"
-        made = Fault(operation, pattern)
-        if hasattr(errno, fault):
-
-            def error() -> BaseException:
-                count()
-                raised = OSError(getattr(errno, fault), f"made by a test, {fault}")
-                return storage_error(raised, operation, "here", writing=writing)
-
-            made.error, made.times = error, 30 if fault == "EINTR" else None
-        elif fault.startswith(("short", "flipped")):
-
-            def damage(data: bytearray) -> None:
-                count()
-                if fault.startswith("flipped"):
-                    _flip(data)
-                else:
-                    del data[len(data) // 2 :]
-
-            made.damage = damage
-            made.times = 1 if fault.endswith("once") else None
-        else:
-            made.wait = _CountedWait(count, self._gate, _SECONDS.get(fault))
-            made.times = None if fault == "blocked for ever" else 2
-        return made
-
-    def lose_behind(self, size: int) -> None:
-        def damage(data: bytearray) -> None:
-            self._met += 1
-            del data[size:]
-
-        self.backend.add(Fault("write", "*safetensors*", damage=damage))
-
-    def met(self) -> int:
-        return self._met
-
-    def heal(self) -> None:
-        self.backend.heal()
-        self._gate.set()
 
 
 class BucketStorage(Storage):
@@ -340,15 +254,9 @@ class BucketStorage(Storage):
         if fault == REFUSED:
             self.store.close()
             self._met, self._is_down = 1, True
-        self.store.script = partial(self._answer, fault, moment, len)
+        self.store.script = partial(self._answer, fault, moment)
 
-    def lose_behind(self, size: int) -> None:
-        self.store.script = partial(self._answer, WRONG_LENGTH, "write", lambda _: 2 * size)
-
-    def _answer(
-        self, fault: str, moment: str, length: Callable[[bytes], int], request: Request
-    ) -> Answer | None:
-        """Answer a request; a wrong length is half of what `length` says."""
+    def _answer(self, fault: str, moment: str, request: Request) -> Answer | None:
         # What many are deleted with, and a listing, name only the bucket.
         is_of_object = "safetensors" in request.path or moment in ("list", "delete")
         if request.kind != moment.replace("publish", "write") or not is_of_object:
@@ -358,7 +266,7 @@ class BucketStorage(Storage):
         if moment in ("write", "delete", "probe") and fault in (RESET, STALLED):
             return Answer(ends_after=-1, gate=self._gate if fault == STALLED else None)
         if moment == "write" and status is None:
-            request.body = _spoil(request.body, fault, length)
+            request.body = _spoil(request.body, fault)
             return None
         if moment != "publish" and status is not None:
             return status
@@ -368,7 +276,7 @@ class BucketStorage(Storage):
             answer.ends_after = len(answer.body) // 2 if moment != "publish" else -1
             answer.gate = self._gate if fault == STALLED else None
         elif status is None:
-            answer.body = _spoil(answer.body, fault, length)
+            answer.body = _spoil(answer.body, fault)
         return answer if status is None else status
 
     def met(self) -> int:
@@ -388,26 +296,10 @@ class BucketStorage(Storage):
         self.well.close()
 
 
-def _spoil(body: bytes, fault: str, length: Callable[[bytes], int]) -> bytes:
+def _spoil(body: bytes, fault: str) -> bytes:
     if fault == WRONG_LENGTH:
-        return body[: length(body) // 2]
+        return body[: len(body) // 2]
     return body[:-1] + bytes([body[-1] ^ 1]) if body else body
-
-
-class _CountedWait(threading.Event):
-    """What a :class:`Fault` waits for, counting those who do."""
-
-    def __init__(
-        self, count: Callable[[], None], gate: threading.Event, seconds: float | None
-    ) -> None:
-        super().__init__()
-        self._count = count
-        self._gate = gate
-        self._seconds = seconds
-
-    def wait(self, timeout: float | None = None) -> bool:
-        self._count()
-        return self._gate.wait(self._seconds)
 
 
 _SECONDS: Final = {"slow, in time": 0.2 * DEADLINE, "slow, too late": 1.6 * DEADLINE}
@@ -585,21 +477,13 @@ def check_whole(plain: Backend, fmt: ObjectFormat, prompts: list[Prompt]) -> Non
     assert list(bad_objects(plain, fmt, prompts)) == []
 
 
-def damage(plain: Backend, name: str, change: Callable[[bytearray], Any], *, old: bool) -> None:
-    """Change the bytes of an object where it lies; `old`: it does not look freshly copied."""
+def damage(plain: Backend, name: str, change: Callable[[bytearray], Any]) -> None:
+    """Change the bytes of an object where it lies; it does not look freshly copied."""
     with plain.open(name) as reader:
         data = bytearray(reader.size)
         reader.read_into(memoryview(data), 0)
     change(data)
     plain.write(name, [data], "replace")
-    if old:
-        make_old(plain, name)
-
-
-def make_old(plain: Backend, name: str) -> None:
-    """Date an object back by an hour, where storage has dates."""
-    import os
-
     then = time.time() - 3600
     with suppress(FileNotFoundError):
         os.utime(Path(plain.url) / name, (then, then))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +16,6 @@ from tests.faults.cells import (
     BucketStorage,
     MountedStorage,
     Storage,
-    WrappedStorage,
 )
 from tests.faults.faultfs import FaultMount, mounted
 
@@ -56,18 +54,14 @@ def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def storage(
-    request: pytest.FixtureRequest, backend: str, tmp_path: Path, short_pauses: None
-) -> Iterator[Storage]:
+def storage(request: pytest.FixtureRequest, backend: str, short_pauses: None) -> Iterator[Storage]:
     """A shelf's place of the kind that the test's parameter `backend` names."""
     made: Storage
     if backend == "fuse":
         made = MountedStorage(request.getfixturevalue("mount"))
-    elif backend == "s3":
+    else:
         pytest.importorskip("obstore", reason="obstore is missing: pip install '.[s3]'")
         made = BucketStorage()
-    else:
-        made = WrappedStorage(str(tmp_path / "shelf"))
     yield made
     made.heal()
     made.close()
@@ -89,7 +83,6 @@ def note_cell(record_property: Callable[[str, object], None]) -> Callable[..., N
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     """Print the table: how many runs of each cell ended well."""
     cells: dict[tuple[str, str], dict[str, Counter[str]]] = defaultdict(dict)
-    conditions: dict[str, Counter[str]] = defaultdict(Counter)
     met = killed = 0
     for outcome in ("passed", "failed", "skipped", "error"):
         for report in terminalreporter.stats.get(outcome, ()):
@@ -97,17 +90,13 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
                 if name == "cell":
                     fault, moment, backend = value
                     cells[fault, moment].setdefault(backend, Counter())[outcome] += 1
-                elif name == "condition":
-                    conditions[value][outcome] += 1
                 elif name == "met" and outcome == "passed":
                     met += value
                 elif name == "killed":
                     killed += value
     write = terminalreporter.write_line
-    if cells or killed or conditions:
+    if cells or killed:
         terminalreporter.section("faults")
-    for text, counts in conditions.items():
-        write(f"{text}: {_text_of(counts)}")
     if killed:
         write(f"{killed} writers and readers were killed, one at each step of what they did.")
     if not cells:

@@ -25,7 +25,6 @@ import dataclasses
 import fnmatch
 import importlib.util
 import json
-import math
 import os
 import shutil
 import signal
@@ -61,16 +60,8 @@ class Rule:
         The filesystem's process is killed.
     error : int
         An errno value to fail with.
-    answer : int
-        An errno value to fail with although it is done, of a rename.
-    free : int, optional
-        So many parts of a hundred are said to be free, of statfs.
-    late : float, optional
-        Looks at a file show no bytes until it has been closed for so many seconds.
     cut : bool
         A read returns half of what it should, a write stores half of what it says.
-    keep : int, optional
-        Of a file only so many first bytes are stored by writes that say they stored all.
     flip : bool
         A read or a write changes one bit.
     times : int or None
@@ -84,11 +75,7 @@ class Rule:
     rate: float = 0.0
     kill: bool = False
     error: int = 0
-    answer: int = 0
-    free: int | None = None
-    late: float | None = None
     cut: bool = False
-    keep: int | None = None
     flip: bool = False
     times: int | None = None
     met: int = 0
@@ -103,12 +90,10 @@ class Rule:
             and (self.times is None or self.met < self.times)
         )
 
-    def damage(self, data: bytes, offset: int) -> bytes:
+    def damage(self, data: bytes) -> bytes:
         """What becomes of the bytes of a read or write."""
         if self.cut:
             data = data[: len(data) // 2]
-        if self.keep is not None:
-            data = data[: max(0, self.keep - offset)]
         if self.flip and data:
             data = data[:-1] + bytes([data[-1] ^ 1])
         return data
@@ -213,10 +198,7 @@ def _serve_filesystem(source: str, mountpoint: str, socket_path: str, options: s
     import mfusepy
 
     given = json.loads(options)
-    ahead = int(given.pop("ahead") * 10**9)
     rules = _Rules()
-    #: When files were closed.
-    closed: dict[str, float] = {}
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(socket_path)
     listener.listen()
@@ -231,25 +213,17 @@ def _serve_filesystem(source: str, mountpoint: str, socket_path: str, options: s
             return source + path
 
         def getattr(self, path: str, fh: int | None = None) -> dict[str, Any]:
-            met = rules.meet("getattr", path)
+            rules.meet("getattr", path)
             info = os.lstat(source + path) if fh is None else os.fstat(fh)
             found = {
                 name: getattr(info, name)
                 for name in ("st_mode", "st_nlink", "st_size", "st_uid", "st_gid", "st_ino")
             }
-            open_seconds = time.monotonic() - closed.get(path, math.inf)
-            if any(rule.late is not None and open_seconds < rule.late for rule in met):
-                found["st_size"] = 0
-            return found | {f"st_{t}": getattr(info, f"st_{t}_ns") + ahead for t in _TIMES}
+            return found | {f"st_{t}": getattr(info, f"st_{t}_ns") for t in _TIMES}
 
         def statfs(self, path: str) -> dict[str, int]:
-            met = rules.meet("statfs", path)
-            info = os.statvfs(source + path)
-            said = {name: getattr(info, name) for name in dir(info) if name.startswith("f_")}
-            for rule in met:
-                if rule.free is not None:
-                    said["f_bavail"] = said["f_bfree"] = said["f_blocks"] * rule.free // 100
-            return said
+            info = os.statvfs(self._at("statfs", path))
+            return {name: getattr(info, name) for name in dir(info) if name.startswith("f_")}
 
         def opendir(self, path: str) -> int:
             self._at("opendir", path)
@@ -287,11 +261,7 @@ def _serve_filesystem(source: str, mountpoint: str, socket_path: str, options: s
             return 0
 
         def rename(self, old: str, new: str) -> int:
-            met = rules.meet("rename", old)
-            os.rename(source + old, source + new)
-            for rule in met:
-                if rule.answer:
-                    raise OSError(rule.answer, os.strerror(rule.answer))
+            os.rename(self._at("rename", old), source + new)
             return 0
 
         def chmod(self, path: str, mode: int) -> int:
@@ -307,8 +277,7 @@ def _serve_filesystem(source: str, mountpoint: str, socket_path: str, options: s
             return 0
 
         def utimens(self, path: str, times: tuple[int, int] | None = None) -> int:
-            ours = None if times is None else (times[0] - ahead, times[1] - ahead)
-            os.utime(self._at("utimens", path), ns=ours, follow_symlinks=False)
+            os.utime(self._at("utimens", path), ns=times, follow_symlinks=False)
             return 0
 
         def open(self, path: str, flags: int) -> int:
@@ -323,13 +292,13 @@ def _serve_filesystem(source: str, mountpoint: str, socket_path: str, options: s
             data = os.pread(fh, size, offset)
             rules.flow(met, len(data))
             for rule in met:
-                data = rule.damage(data, offset)
+                data = rule.damage(data)
             return data
 
         def write(self, path: str, data: bytes, offset: int, fh: int) -> int:
             kept = data
             for rule in rules.meet("write", path):
-                kept = rule.damage(kept, offset)
+                kept = rule.damage(kept)
             os.pwrite(fh, kept, offset)
             return len(data)
 
@@ -343,7 +312,6 @@ def _serve_filesystem(source: str, mountpoint: str, socket_path: str, options: s
 
         def release(self, path: str, fh: int) -> int:
             os.close(fh)
-            closed[path] = time.monotonic()
             return 0
 
     if mfusepy.fuse_version_major == 2:
@@ -410,14 +378,8 @@ class FaultMount:
         faults), the socket and the log.
     cache_seconds : float
         How long the kernel may answer names and attributes from its cache, right or wrong.
-    path : Path, optional
-        Where to mount instead: an existing folder. What is in it shows, with faults.
     source : Path, optional
         The files to show instead, such as those of another mount.
-    name : str
-        The source that the kernel's table of mounts names.
-    ahead : float
-        Seconds by which the clock of the filesystem is ahead of this machine's.
     """
 
     def __init__(
@@ -425,20 +387,15 @@ class FaultMount:
         folder: Path,
         *,
         cache_seconds: float = 0.0,
-        path: Path | None = None,
         source: Path | None = None,
-        name: str = "faultfs",
-        ahead: float = 0.0,
     ) -> None:
         self.source = folder / "source" if source is None else source
-        self.path = folder / "mount" if path is None else path
-        if path is not None and source is None:
-            shutil.copytree(path, self.source)
+        self.path = folder / "mount"
         self._socket_path = folder / "socket"
         self._log = folder / "log"
         timeouts = ("attr_timeout", "entry_timeout", "negative_timeout")
         self._options: dict[str, Any] = dict.fromkeys(timeouts, cache_seconds)
-        self._options |= {"fsname": name, "ahead": ahead}
+        self._options |= {"fsname": "faultfs"}
         self._process: subprocess.Popen[bytes] | None = None
         self._stream: Any = None
         self._lock = threading.Lock()

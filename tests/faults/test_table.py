@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing
 from logging import INFO
 from pathlib import Path
 
 import pytest
 
+from kvshelf.backends import open_backend
 from kvshelf.errors import KVShelfError, UnavailableStorageError
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.shelf.view import ObjectRef
@@ -17,9 +18,8 @@ from tests.faults.cells import (
     BUCKET_FAULTS,
     CELLS,
     DEADLINE,
-    LIMIT,
     RECOVERY,
-    STALE,
+    UNMOUNTED,
     EngineStandIn,
     MountedStorage,
     Prompt,
@@ -28,20 +28,17 @@ from tests.faults.cells import (
     check_whole,
     damage,
     eventually,
-    make_old,
     make_prompt,
     within,
 )
-from tests.faults.faultfs import FaultMount
+from tests.faults.faultfs import mounted
 from tests.support.formats import make_format
 from tests.support.servers import SECRET
 from tests.support.waiting import until
 
+pytestmark = [pytest.mark.real, pytest.mark.slow]
+
 FMT = make_format()
-
-
-#: Storages on this machine, in real time.
-REAL = [pytest.mark.slow, pytest.mark.real]
 
 
 def loads_all(engine: EngineStandIn, *prompts: Prompt) -> Callable[[], bool]:
@@ -80,10 +77,7 @@ def check_report(fault: str, engine: EngineStandIn, caplog: pytest.LogCaptureFix
     assert not [line for line in lines() if SECRET in line or "\n" in line]
 
 
-@pytest.mark.parametrize(
-    ("fault", "moment", "backend"),
-    [pytest.param(*cell, marks=() if cell[2] == "posix" else REAL) for cell in CELLS],
-)
+@pytest.mark.parametrize(("fault", "moment", "backend"), CELLS)
 def test_cell(
     fault: str,
     moment: str,
@@ -102,7 +96,7 @@ def test_cell(
             eventually(loads_all(engine, prompt))
         spoilt = engine.rig.shelf.view(FMT).name(ObjectRef(victim.chunks[1], 0))
         doomed = engine.rig.shelf.view(FMT).name(ObjectRef(victim.chunks[2], 0))
-        damage(storage.plain, spoilt, lambda data: data.reverse(), old=True)
+        damage(storage.plain, spoilt, lambda data: data.reverse())
     with closing(EngineStandIn(storage.backend, deadline=storage.deadline)) as engine:
         if moment != "list":
             eventually(loads_all(engine, known))
@@ -148,110 +142,87 @@ def test_cell(
         engine.check_blocks()
 
 
-# --------------------------------------------------------------------------------- truncated files
+def check_that_nothing_is_stored(engine: EngineStandIn, place: Path) -> None:
+    """Serve prompts as without a shelf, and say why; leave what is at `place` alone."""
+    known, new = make_prompt(FMT, 0), make_prompt(FMT, 1)
+    engine.patience = DEADLINE / 4
+    for _ in range(3):
+        assert engine.answer(known) == engine.answer(new) == 0
+    for call in (
+        lambda: engine.backend.write("a/x", [b"1"]),
+        lambda: list(engine.backend.list()),
+        engine.backend.space,
+    ):
+        with pytest.raises(UnavailableStorageError, match="another filesystem is at the root"):
+            call()
+    assert list(place.iterdir()) == []
+    guard = engine.rig.guard
+
+    def rests() -> bool:
+        guard.stat(["a/x"])
+        return not guard.reads.is_closed
+
+    eventually(rests)
+    engine.be_patient()
 
 
-#: Bytes of which an object is cut.
-CUTS = [
-    *((size, "posix") for size in (0, 9, FMT.data_offset, FMT.object_size(0) - 1)),
-    *(pytest.param(4500, backend, marks=REAL) for backend in ("fuse", "s3")),
-]
-
-
-def cut_to(size: int) -> Callable[[bytearray], object]:
-    return lambda data: data.__delitem__(slice(size, None))
-
-
-@pytest.mark.parametrize(("size", "backend"), CUTS)
-def test_truncated_objects_are_misses_and_replaced(
-    size: int, storage: Storage, backend: str, note_cell: Callable[..., None]
+@pytest.mark.parametrize("create", [True, False])
+@pytest.mark.parametrize("inside", [True, False])
+def test_an_unmounted_shelf_is_not_stored_on_the_disk_beneath(
+    tmp_path: Path,
+    create: bool,
+    inside: bool,
+    short_pauses: None,
+    note_cell: Callable[..., None],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    note_cell("truncated", "read", backend)
+    note_cell(UNMOUNTED, "write", "fuse")
+    known, new = make_prompt(FMT, 0), make_prompt(FMT, 1)
+    with mounted(tmp_path) as mount:
+        root = mount.path / "shelf" if inside else mount.path
+        root.mkdir(exist_ok=True)
+        backend = open_backend(root, storage_options={"create": create})
+        with closing(EngineStandIn(backend)) as engine:
+            engine.answer(known)
+            eventually(loads_all(engine, known))
+            mount.kill()
+            mount.unmount()
+            check_that_nothing_is_stored(engine, mount.path)
+            said = [line for line in caplog.messages if "another filesystem is at the root" in line]
+            assert 1 <= len(said) <= 4, "a line when a breaker opens, and none for each object"
+            mount.mount()
+            eventually(loads_all(engine, known, new))
+
+
+@pytest.mark.parametrize("backend", ["fuse"])
+def test_object_whose_bytes_change_while_it_is_read_is_never_wrong(
+    storage: MountedStorage, backend: str
+) -> None:
+    """A foreign program writes it in place, good and bad in turn."""
     prompt = make_prompt(FMT, 0)
-    with closing(EngineStandIn(storage.backend, deadline=LIMIT)) as engine:
+    with closing(EngineStandIn(storage.backend)) as engine:
         engine.answer(prompt)
-        for old in (True, False):
-            name = engine.rig.shelf.view(FMT).name(ObjectRef(prompt.chunks[1], int(old)))
-            damage(storage.plain, name, cut_to(size), old=old)
-            # The truncated object is not even found; one truncated behind the look-up's back
-            # is a failed load of that chunk.
-            items = engine.rig.items(prompt.chunks, 0)
-            assert engine._load(items) == 1
-            assert engine.answer(prompt) == 1
-            eventually(loads_all(engine, prompt))
-        assert list(bad_objects(storage.plain, FMT, [prompt])) == []
+        path = min(Path(storage.plain.url).rglob("*.safetensors"))
+        good = path.read_bytes()
+        bad = good[:4096] + bytes(reversed(good[4096:]))
+        stop = threading.Event()
+        turns = [0]
 
+        def alternate() -> None:
+            while not stop.is_set():
+                for body in (bad, good):
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    path.write_bytes(body)
+                turns[0] += 1
 
-@pytest.mark.parametrize(("size", "backend"), CUTS)
-def test_writes_of_which_a_part_is_lost(
-    size: int, storage: Storage, backend: str, note_cell: Callable[..., None]
-) -> None:
-    note_cell("truncated", "write", backend)
-    prompt = make_prompt(FMT, 0)
-    with closing(EngineStandIn(storage.backend, deadline=LIMIT)) as engine:
-        storage.lose_behind(size)
-        for _ in range(3):
-            assert engine.answer(prompt) == 0
-        assert storage.met()
-        if backend == "fuse":
-            # The size check before publishing has noticed.
-            assert [info for info in storage.plain.list() if info.name.endswith("tensors")] == []
-        storage.heal()
+        writer = threading.Thread(target=alternate, daemon=True)
+        writer.start()
+        try:
+            for _ in range(60):
+                engine.answer(prompt)
+        finally:
+            until(lambda: turns[0] > 10)
+            stop.set()
+            writer.join()
         eventually(loads_all(engine, prompt))
-        check_whole(storage.plain, FMT, [prompt])
-
-
-# --------------------------------------------------------------------------------- caches that lie
-
-
-@pytest.fixture(scope="module")
-def forgetful(mounts: Callable[..., FaultMount]) -> FaultMount:
-    """A mount whose kernel asks for names and attributes once, and believes them for an hour."""
-    return mounts(cache_seconds=3600.0)
-
-
-@pytest.fixture
-def outdated(
-    forgetful: FaultMount, short_pauses: None
-) -> Iterator[tuple[MountedStorage, EngineStandIn, Prompt]]:
-    """A prompt whose second chunk was too short, was seen so, and was replaced by a good one."""
-    storage = MountedStorage(forgetful)
-    prompt = make_prompt(FMT, 0)
-    with closing(EngineStandIn(storage.plain)) as engine:
-        engine.answer(prompt)
-        name = engine.rig.shelf.view(FMT).name(ObjectRef(prompt.chunks[1], 0))
-    good = Path(storage.plain.url, name).read_bytes()
-    damage(storage.plain, name, cut_to(4500), old=True)
-    assert storage.backend.stat([name]) == [4500]
-    storage.plain.write(name, [good], "replace")
-    make_old(storage.plain, name)
-    assert storage.backend.stat([name]) == [4500], "the cache tells the truth"
-    with closing(EngineStandIn(storage.backend, deadline=storage.deadline)) as engine:
-        yield storage, engine, prompt
-    storage.heal()
-    storage.close()
-
-
-def test_a_size_from_an_outdated_cache_moves_no_object(
-    outdated: tuple[MountedStorage, EngineStandIn, Prompt], note_cell: Callable[..., None]
-) -> None:
-    note_cell(STALE, "read", "fuse")
-    storage, engine, prompt = outdated
-    assert engine._load(engine.rig.items(prompt.chunks, 0)) == 1
-    assert list(bad_objects(storage.plain, FMT, [prompt])) == []
-    engine.answer(prompt)
-    eventually(loads_all(engine, prompt))
-
-
-def test_an_object_behind_an_outdated_cache_survives_a_store_that_fails(
-    outdated: tuple[MountedStorage, EngineStandIn, Prompt], note_cell: Callable[..., None]
-) -> None:
-    note_cell(STALE, "write", "fuse")
-    storage, engine, prompt = outdated
-    storage.make_trouble("ENOSPC", "write")
-    assert engine.answer(prompt) == 1
-    assert storage.met()
-    assert list(bad_objects(storage.plain, FMT, [prompt])) == []
-    storage.heal()
-    eventually(loads_all(engine, prompt))
-    assert list(bad_objects(storage.plain, FMT, [prompt])) == []
+        engine.check_blocks()

@@ -310,6 +310,16 @@ def test_bad_object_stays_on_a_read_only_shelf(shelf: Shelf, root: Path) -> None
     assert set_aside(shelf) == []
 
 
+def test_bad_object_that_cannot_be_moved_is_bad_all_the_same(root: Path) -> None:
+    error = TransientStorageError(5, "EIO")
+    with Shelf(FaultyStorage(open_backend(root), Fault("set_aside", error=error))) as shelf:
+        store(shelf, CHUNKS[0])
+        flip(path_of(shelf, CHUNKS[0]))
+        with pytest.raises(PayloadDamaged):
+            load(shelf, CHUNKS[0])
+        assert path_of(shelf, CHUNKS[0]).exists()
+
+
 def test_object_that_is_read_damaged_once_is_read_again(root: Path) -> None:
     """Caches of network filesystems show old contents to an old open."""
     faulty = FaultyStorage(open_backend(root))
