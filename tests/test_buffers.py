@@ -200,19 +200,6 @@ TestManySegments = SegmentedPoolMachine.TestCase
 TestManySegments.settings = settings(max_examples=50, stateful_step_count=40)
 
 
-def test_memory_that_was_used_is_used_again(make_pool: MakePool) -> None:
-    pool = make_pool(1 << 30)
-    first = pool.allocate(100_000)
-    assert first is not None
-    address = first.tensor.data_ptr()
-    for _ in range(100):
-        first.release()
-        first = pool.allocate(100_000)
-        assert first is not None
-        assert first.tensor.data_ptr() == address
-    first.release()
-
-
 def test_a_released_view_cannot_be_used(make_pool: MakePool) -> None:
     pool = make_pool(4 * BUFFER_ALIGNMENT)
     buffer = pool.allocate(10)

@@ -26,7 +26,6 @@ from kvshelf.errors import (
     BoundReachedError,
     ConfigError,
     DeviceUnavailableError,
-    TransientStorageError,
     UnavailableStorageError,
     UnsupportedError,
 )
@@ -508,23 +507,6 @@ def test_tensors_of_two_devices_are_refused() -> None:
 
 
 @past_the_server
-def test_a_damaged_object_is_replaced_where_nothing_can_be_set_aside(make: Make) -> None:
-    backend = open_backend(f"memory://cache-{next(_numbers)}")
-    cache = make(backend)
-    tokens = prompt(3 * CHUNK)
-    put(cache, tokens)
-    for name in objects(cache):
-        _damage(backend, name, 99)
-    # Each load finds one bad chunk at least, which the next store replaces.
-    assert fetch(cache, tokens) == 0
-    for _ in range(3):
-        put(cache, tokens)
-        fetch(cache, tokens)
-    assert cache.counters.snapshot()["repaired_objects"] == len(objects(cache))
-    assert fetch(cache, tokens) == 3 * CHUNK
-
-
-@past_the_server
 def test_a_damaged_chunk_that_another_has_repaired_is_found_after_a_store(
     make: Make, backend: FaultyStorage
 ) -> None:
@@ -536,22 +518,6 @@ def test_a_damaged_chunk_that_another_has_repaired_is_found_after_a_store(
     put(other, tokens)
     put(one, tokens)
     assert one.lookup(tokens) == CHUNK
-
-
-def test_storage_trouble_is_a_miss_and_no_exception(
-    cache: ChunkCache, backend: FaultyStorage
-) -> None:
-    tokens = prompt(3 * CHUNK)
-    backend.add(Fault("*", error=lambda: TransientStorageError("broken")))
-    assert cache.lookup(tokens) == 0
-    assert fetch(cache, tokens) == 0
-    report = cache.store(tokens, kv=truth(tokens))
-    assert (report.chunks, report.failed + report.dropped) == (3, 3)
-    assert not report.complete
-    backend.heal()
-    until(lambda: cache.shelf.available)
-    put(cache, tokens)
-    assert fetch(cache, tokens) == len(tokens)
 
 
 @past_the_server

@@ -21,12 +21,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 from kvshelf.backends.guard import GuardedBackend
 from kvshelf.errors import UnsupportedError
-from kvshelf.kv.device import DeviceKVCache
 from kvshelf.server import backend as served_backend
 from kvshelf.server import shelf as served
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.tiers import tiered
-from kvshelf.transfer.staging import StagingPool
 from kvshelf.vllm import connector
 from kvshelf.vllm.connector import SharedStorageConnector
 from tests.native.emulation import emulation
@@ -97,32 +95,6 @@ def staged(engine: EngineModel) -> float:
 
 
 # ------------------------------------------------------------------------- memory
-
-
-def test_all_memory_is_taken_when_caches_are_registered(
-    start: Callable[..., EngineModel], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    paths, pools = [], []
-    make_path, make_pool = DeviceKVCache.__init__, StagingPool.__init__
-
-    def path(self: DeviceKVCache, *args: Any, **options: Any) -> None:
-        paths.append(options["ring"])
-        make_path(self, *args, **options)
-
-    def pool(self: StagingPool, *args: Any, **options: Any) -> None:
-        pools.append(options["device"] is not None)
-        make_pool(self, *args, **options)
-
-    monkeypatch.setattr(DeviceKVCache, "__init__", path)
-    monkeypatch.setattr(StagingPool, "__init__", pool)
-    start(room=8)
-    engine = start(room=100)
-    # Chunks of 8 tokens: as many as a step of 100 tokens may complete, at least four.
-    assert paths == [4, 13]
-    assert pools == [True, True]
-    assert run(engine, prompt(41)) == 0
-    assert run(engine, prompt(41)) == 40
-    assert len(paths) == len(pools) == 2
 
 
 def test_threads_that_load_are_as_many_as_idle_cores_allow(

@@ -86,17 +86,6 @@ def test_a_hit_is_as_one_in_memory(hybrid: Engine, shelf: HybridFiles, prompt: M
     assert len(shelf.namespaces()) == 1
 
 
-def test_a_prompt_that_ends_with_a_chunk_computes_some_of_it(
-    hybrid: Engine, shelf: HybridFiles, ask: Ask, prompt: MakePrompt
-) -> None:
-    """A hit of all tokens would continue from a state that has seen the last token already."""
-    tokens = prompt(4 * CHUNK)
-    hybrid.generate(tokens)
-    shelf.wait_hit(tokens, 3 * CHUNK)
-    hybrid.reset_prefix_cache()
-    ask(hybrid, tokens, 3 * CHUNK)
-
-
 def test_a_conversation_goes_on(
     hybrid: Engine, shelf: HybridFiles, ask: Ask, prompt: MakePrompt
 ) -> None:
@@ -128,15 +117,3 @@ def test_the_answer_depends_on_one_byte_of_a_state(
     wrong = hybrid.generate(tokens)
     assert right.shelf_tokens == wrong.shelf_tokens == hit
     assert bits(wrong) != bits(right)
-
-
-def test_junctions_of_shared_prefixes_are_hits(
-    hybrid: Engine, shelf: HybridFiles, ask: Ask, prompt: MakePrompt
-) -> None:
-    """The second prompt of a stem makes the state that the third one loads elsewhere."""
-    stem = prompt(2 * CHUNK + 10)
-    for _ in range(2):
-        hybrid.generate(stem + prompt(CHUNK), max_tokens=1)
-    shelf.wait_hit(stem, 2 * CHUNK)
-    hybrid.reset_connector()
-    ask(hybrid, stem + prompt(100), 2 * CHUNK)

@@ -117,19 +117,3 @@ def test_what_one_rank_cannot_load_all_compute_again(degrees: Degrees, prompt: M
     assert shelf.check_all()
     # Both ranks report before the chunk is trusted again.
     eventually_hits(engine, tokens, cold, 768)
-
-
-def test_many_requests_of_two_ranks(degrees: Degrees, prompt: MakePrompt) -> None:
-    engine = degrees.two
-    shared = prompt(520)
-    prompts = [shared + prompt(100 + 40 * number) for number in range(4)]
-    engine.reset_prefix_cache()
-    cold = [engine.generate(tokens) for tokens in prompts]
-    for tokens in prompts:
-        degrees.shelf.wait_stored(tokens)
-    engine.reset_prefix_cache()
-    before = engine.metrics()["vllm:external_prefix_cache_hits_total"]
-    warm = engine.generate_all(prompts)
-    assert engine.metrics()["vllm:external_prefix_cache_hits_total"] > before
-    for answer, expected in zip(warm, cold, strict=True):
-        assert_same(answer, expected, NEAR_TIE)

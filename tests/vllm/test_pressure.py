@@ -1,8 +1,6 @@
-"""Many requests at once in a small cache: preemption and aborts."""
+"""Many requests at once in a small cache: preemption."""
 
 from __future__ import annotations
-
-import random
 
 from tests.support.engines import (
     Answer,
@@ -48,36 +46,3 @@ def test_many_requests_with_preemption(
     for tokens in prompts:
         shelf.wait_stored(tokens)
     shelf.check_all()
-
-
-def test_aborts_among_many_requests(
-    engine: Engine, inert: Engine, shelf: ShelfFiles, reference: Reference, prompt: MakePrompt
-) -> None:
-    stems = [prompt(600), prompt(900)]
-    for stem in stems:
-        engine.reset_prefix_cache()
-        engine.generate(stem, max_tokens=1)
-        shelf.wait_stored(stem)
-    engine.reset_prefix_cache()
-    prompts = [stems[index % 2] + prompt(20 + index) for index in range(10)]
-
-    def answers(one: Engine) -> dict[int, Answer]:
-        """Abort half of the requests; return the answers of the other half."""
-        requests = [one.submit(tokens, max_tokens=16) for tokens in prompts]
-        generator = random.Random(3)
-        aborted = set(generator.sample(range(10), 5))
-        for index in sorted(aborted):
-            if generator.random() < 0.5:
-                requests[generator.randrange(10)].wait_first_token()
-            requests[index].abort()
-        results = [request.result(300) for request in requests]
-        return {index: result for index, result in enumerate(results) if index not in aborted}
-
-    inert.reset_prefix_cache()
-    kept = answers(engine)
-    assert_same_up_to_ties(
-        list(kept.values()),
-        [reference(prompts[index], max_tokens=16) for index in kept],
-        list(answers(inert).values()),
-    )
-    engine.reset_prefix_cache()

@@ -24,7 +24,6 @@ from kvshelf.vllm.metadata import BY_PARAMETERS
 from kvshelf.vllm.namespace import WeightsIdentity
 from kvshelf.vllm.published import (
     Published,
-    attention_temperature,
     config_folder,
     read_published,
 )
@@ -284,31 +283,6 @@ def test_an_engine_s_processes_know_when_its_configuration_was_begun(
     before = time.time()
     EngineArgs.create_engine_config(SimpleNamespace(kv_transfer_config=None))  # type: ignore[arg-type]
     assert before <= seen[0] <= time.time()
-
-
-def test_layers_that_scale_queries_by_their_position() -> None:
-    """As vLLM builds Llama 4: with rotated positions, without them, and without scaling."""
-
-    def layer(tuned: bool, floor: float = 8192.0) -> SimpleNamespace:
-        return SimpleNamespace(attn_temperature_tuning=tuned, floor_scale=floor, attn_scale=0.1)
-
-    facts: dict[str, Any] = {
-        "layers": 2,
-        "kv_heads": 2,
-        "head_size": 8,
-        "dtype": "bfloat16",
-        "weights": "name:w",
-    }
-
-    def namespace(*layers: object) -> Any:
-        found = attention_temperature(layers)
-        return ModelFacts(**facts, attention_temperature=found).namespace()
-
-    plain = namespace(layer(False), SimpleNamespace())
-    assert plain == ModelFacts(**facts).namespace()
-    scaled = namespace(layer(True), layer(True), layer(False))
-    assert scaled.record["attention_temperature"] == ["8192.0 0.1"]
-    assert len({plain, scaled, namespace(layer(True, 64))}) == 3
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # importing vLLM warns

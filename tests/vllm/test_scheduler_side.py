@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import shutil
 import struct
 import threading
@@ -19,8 +20,11 @@ import torch
 pytest.importorskip("vllm")
 
 from vllm.config.aux_output import AuxOutputConfig
+from vllm.distributed.kv_transfer.kv_connector.v1 import multi_connector
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.v1 import kv_cache_interface
 from vllm.v1.core.sched.output import KVConnectorBlockState
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
 
 from kvshelf import assembly
@@ -790,13 +794,18 @@ def test_answers_that_see_a_window_are_not_stored(
     assert caplog.text.count("save_decode is off") == windowed
 
 
-def test_vllm_says_which_caches_have_no_prefixes_or_windows_of_answers() -> None:
-    import vllm.v1.kv_cache_interface as interface
-
-    assert interface.HiSparseHotSpec.prefix_cacheable.fget(None) is False
-    assert "rswa_window" in {one.name for one in fields(interface.RSWASpec)}
-    assert "kv_cache_specs" in {one.name for one in fields(interface.UniformTypeKVCacheSpecs)}
+def test_vllm_has_what_the_refusals_rely_on() -> None:
+    assert kv_cache_interface.HiSparseHotSpec.prefix_cacheable.fget(None) is False
+    assert "rswa_window" in {one.name for one in fields(kv_cache_interface.RSWASpec)}
+    assert "kv_cache_specs" in {one.name for one in fields(UniformTypeKVCacheSpecs)}
     assert AuxOutputConfig(enable_return_routed_experts=True).enabled
+    source = inspect.getsource(Scheduler.__init__)
+    # The blocks of consumers are kept until their last step has run.
+    condition = "if multiple_inflight_batches and kv_transfer_config.is_kv_consumer:"
+    assert condition in source
+    assert "self.defer_block_free = True" in source[source.index(condition) :]
+    source = inspect.getsource(multi_connector.MultiConnector.__init__)
+    assert source.index("super().__init__(") < source.index("connector_cls(temp_config")
 
 
 @pytest.mark.parametrize(
@@ -875,26 +884,6 @@ def test_blocks_that_others_may_fill_must_be_kept_until_their_last_step_has_run(
         return
     with pytest.raises(ConfigError, match=r'NixlConnector may fill them.*"kv_role": "kv_both"'):
         MultiConnector("recompute", config, **parent)
-
-
-def test_vllm_keeps_blocks_of_consumers_until_their_last_step_has_run() -> None:
-    import inspect
-
-    from vllm.v1.core.sched.scheduler import Scheduler
-
-    source = inspect.getsource(Scheduler.__init__)
-    condition = "if multiple_inflight_batches and kv_transfer_config.is_kv_consumer:"
-    assert condition in source
-    assert "self.defer_block_free = True" in source[source.index(condition) :]
-
-
-def test_the_real_multi_connector_sets_what_is_looked_at() -> None:
-    import inspect
-
-    from vllm.distributed.kv_transfer.kv_connector.v1 import multi_connector
-
-    source = inspect.getsource(multi_connector.MultiConnector.__init__)
-    assert source.index("super().__init__(") < source.index("connector_cls(temp_config")
 
 
 def test_another_version_gets_the_message_though_its_modules_differ(

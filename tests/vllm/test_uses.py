@@ -8,8 +8,6 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from kvshelf.backends import Touched
-from kvshelf.backends.posix import PosixBackend
 from kvshelf.capacity.uses import Uses
 from kvshelf.format.keys import Chunk
 from kvshelf.format.kinds import FULL, Kind
@@ -18,9 +16,6 @@ from kvshelf.shelf.view import ShelfView
 from tests.sim.engine_sides import LoneScheduler, Make, Request
 from tests.support.prompts import prompt
 from tests.support.waiting import until
-from tests.vllm.hybrid_specs import models
-
-MODELS = models()
 
 
 class Noted(Uses):
@@ -52,20 +47,3 @@ def test_a_hit_is_a_use_of_its_whole_prefix(side: LoneScheduler, at_hand: int) -
     side.side.new_request(request)
     side.ask(request, at_hand)
     until(lambda: hits(side) == [(FULL, [0, 1, 2])])
-
-
-# ------------------------------------------------------------------------- with files
-
-
-@pytest.fixture
-def touched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names whose access times are set; the system may set them too, when a file is read."""
-    names: list[str] = []
-    touch = PosixBackend.touch
-
-    def noted(self: PosixBackend, name: str) -> Touched:
-        names.append(name)
-        return touch(self, name)
-
-    monkeypatch.setattr(PosixBackend, "touch", noted)
-    return names
