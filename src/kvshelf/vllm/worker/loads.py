@@ -178,9 +178,7 @@ class WorkerLoads:
 
     def read_ahead(self, ops: Iterable[PrefetchOp]) -> None:
         """Read chunks of requests that wait into memory."""
-        if not self.weights.settled or self.model.serving is None:
-            return
-        for wanted in ops:
+        for wanted in ops if self.weights.settled else ():
             if wanted.kind in self.model.prefetchers:
                 self.model.prefetchers[wanted.kind].add(wanted.request_id, wanted.chunks)
 
