@@ -18,13 +18,15 @@ import torch
 pytest.importorskip("vllm")
 
 
+from kvshelf.format.kinds import DRAFT
 from kvshelf.vllm import adapters, connector
 from kvshelf.vllm.messages import Outbox
-from kvshelf.vllm.metadata import AdapterContent, Facts
+from kvshelf.vllm.metadata import AdapterContent, Facts, WorkerMetadata
 from kvshelf.weights.fingerprints import FingerprintCache
 from tests.native.emulation import library_path
 from tests.sim.engine import RUNNERS, Adapters, EngineModel, Start, adapter, make_adapter
-from tests.sim.engine_caches import PLAIN
+from tests.sim.engine_caches import PLAIN, drafter
+from tests.sim.engine_sides import namespace_of_drafts
 from tests.sim.storage import Fault, FaultyStorage
 from tests.support.prompts import prompt
 from tests.support.waiting import PATIENCE, until
@@ -401,3 +403,39 @@ def test_damaged_chunk_is_computed_only_where_a_window_reaches_it(
         start(groups=groups).run(tokens)
     # What was computed instead is stored again. A chunk that is not wanted is not even read.
     assert (path.read_bytes() == good) is (damaged >= 3)
+
+
+@pytest.mark.parametrize(
+    ("lost", "told"), [("nothing", []), ("1", [12]), ("3", [24]), ("the drafter", [12])]
+)
+def test_load_tells_from_which_token_on_it_brought_no_kv_of_the_drafter(
+    start: Start, backend: FaultyStorage, lost: str, told: list[int]
+) -> None:
+    writer, reader = (start(runner="V1 speculative", drafter=drafter()) for _ in range(2))
+    tokens, heard = prompt(41), list[int]()
+    # vLLM hits all blocks but the last in its own cache.
+    for engine, length in ((writer, 41), (reader, 17)):
+        for _ in range(5):
+            engine.step()
+        engine.run(tokens[:length])
+    drafts = namespace_of_drafts(writer.side)
+    assert drafts is not None
+    for path in Path(backend.url, drafts.folder).rglob(f"*-{lost}-*"):
+        path.unlink()
+    side = reader.worker.side
+    assert side.drafter is not None and side.model.transfers is not None
+    moving = side.model.transfers.loads[DRAFT]
+    # Each step announces the namespace, until all ranks are heard.
+    side.drafter.announced((drafts.encoded, drafts.slug))
+    assert side.model.transfers.loads[DRAFT] is moving
+    if lost == "the drafter":
+        side.drafter.registration.disable("a test")
+
+    def deliver(report: WorkerMetadata | None) -> list[WorkerMetadata | None]:
+        for _, facts in () if report is None else report.facts.get(0, ()):
+            heard.extend(token for _, token in facts.without_drafts)
+        return [report]
+
+    reader.deliver = deliver
+    assert reader.run(tokens) == [28]
+    assert heard == told and not reader.failed

@@ -20,7 +20,7 @@ from dataclasses import replace
 
 import torch
 
-from kvshelf.format.kinds import DRAFT, FULL
+from kvshelf.format.kinds import FULL
 from kvshelf.logs import RateLimitedLog
 from kvshelf.metrics import COUNTERS, Counters
 from kvshelf.vllm.metadata import WorkerReport
@@ -123,10 +123,8 @@ class Drafter:
 
     def announced(self, namespace: tuple[bytes, str] | None) -> None:
         """Move KV of the namespace that a step announces, beside the model's."""
-        transfers, registration = self._model.serving, self.registration
-        if namespace is None or transfers is None or DRAFT in transfers.loads:
-            return
-        if registration.caches is None or registration.disabled_reason or registration.namespace:
+        registration = self.registration
+        if namespace is None or self._model.serving is None or registration.namespace is not None:
             return
         try:
             if registration.open(*namespace):
@@ -138,9 +136,7 @@ class Drafter:
     @property
     def memory(self) -> TransferMemory | None:
         """How its KV moves now; None while it does not."""
-        transfers, registration = self._model.serving, self.registration
-        moves = registration.serves and transfers is not None and DRAFT in transfers.loads
-        return registration.memories[FULL] if moves else None
+        return self.registration.memories[FULL] if self.registration.serves else None
 
     def report(self) -> dict[int, WorkerReport]:
         """Return the report about the drafter's layers by rank; empty when the scheduler has it."""
