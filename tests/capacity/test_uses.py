@@ -232,6 +232,20 @@ def test_objects_are_used_by_their_names(place: Place) -> None:
     assert place.faults.counts["touch"] == FMT.shards
 
 
+def test_use_is_recorded_in_whichever_folder_of_its_namespace_an_object_lies(
+    tmp_path: Path,
+) -> None:
+    place = Place(tmp_path)
+    name = place.view.name(ObjectRef(CHUNKS[1], 0))
+    other = place.root / f"other-{name}"
+    other.parent.mkdir(parents=True)
+    place.path(CHUNKS[1]).rename(other)
+    time.sleep(61)
+    with closing(place.shelf), closing(place.uses()) as uses:
+        place.record(uses, CHUNKS)
+    assert other.stat().st_atime > place.then + 1
+
+
 def test_tails_are_recorded_each_minute(place: Place) -> None:
     with closing(place.uses(max_age=30 * DAY)) as uses:
         for seconds, expected in [(0, 1), (50, 1), (11, 2), (10, 2)]:

@@ -130,6 +130,17 @@ def test_storage_options_go_to_the_shelf_that_they_belong_to(
     assert found == expected
 
 
+@pytest.mark.parametrize("server", ["a", "b"])
+def test_copy_between_buckets_of_one_name_needs_two_servers(
+    opened: list[tuple[str, dict[str, Any]]], tmp_path: Path, server: str
+) -> None:
+    given = ["copy", S3, f"{S3}/inside"]
+    for name, option in (("a", "--source-options"), (server, "--target-options")):
+        (tmp_path / name).write_text(json.dumps({"endpoint_url": name}))
+        given += [option, str(tmp_path / name)]
+    assert ("expected two places" in run(*given).stderr) is (not opened) is (server == "a")
+
+
 def test_options_of_two_sources_are_of_one_shelf(
     opened: list[tuple[str, dict[str, Any]]], tmp_path: Path
 ) -> None:

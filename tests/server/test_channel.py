@@ -40,6 +40,7 @@ from kvshelf.server.segment import Segment
 from kvshelf.server.service import Service
 from tests.native.fake_cudart import fake_cudart
 from tests.server.node import LocalServer, serve
+from tests.sim.storage import posix
 from tests.support.waiting import PATIENCE, until
 
 pytestmark = pytest.mark.real
@@ -110,6 +111,19 @@ def test_lent_memory_is_the_servers_and_is_given_back(node: LocalServer) -> None
         leased.release()
         leased.release()
         until(lambda: not node.leases)
+
+
+def test_fetch_that_is_answered_in_parts_leaves_no_answer_open(tmp_path: Path) -> None:
+    # A client may hold one of these.
+    with (
+        LocalServer(tmp_path / "node", posix(tmp_path / "shelf"), 3 * SIZE) as node,
+        connect(node) as channel,
+    ):
+        parts = channel.fetch("r", put(node, "first", "second"), [SIZE] * 2)
+        for part in parts:
+            part.result(PATIENCE).release()
+        connection = channel._connection
+        until(lambda: connection is not None and connection.open == 0)
 
 
 def test_stored_bytes_lie_in_the_segment(node: LocalServer) -> None:

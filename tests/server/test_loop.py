@@ -16,7 +16,7 @@ import msgspec
 import pytest
 import zmq
 
-from kvshelf.errors import ConfigError, UnavailableStorageError
+from kvshelf.errors import ConfigError, TransientStorageError, UnavailableStorageError
 from kvshelf.memory.arena import Arena
 from kvshelf.server import answers, greetings, messages, session
 from kvshelf.server.channel import Channel
@@ -282,6 +282,24 @@ def test_a_fetch_counts_until_its_last_answer(
             received = client.answer()
             assert isinstance(received[1], Fetched)
             assert len(received[1].outcomes) == 10
+
+
+def test_fetch_that_is_answered_in_parts_counts_until_its_last_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(answers, "MAX_OPEN", 3)
+    monkeypatch.setattr(answers, "MAX_OPEN_BYTES", 10)
+    client = answers.Answers(mock.Mock(), set(), mock.Mock(), mock.Mock())
+    outcomes = [Failed(index, Fault("StorageError", "")) for index in range(3)]
+    fetch = client.begin(1, 3, 10)
+    fetch.each(outcomes[:1])
+    with pytest.raises(TransientStorageError, match="2 answers"):
+        client.begin(2, 1, 1)
+    client.begin(3, 1, 0)
+    with pytest.raises(TransientStorageError, match="3 answers"):
+        client.begin(4, 1, 0)
+    fetch.each(outcomes[1:])
+    client.begin(5, 2, 10)
 
 
 def test_a_client_that_does_not_read_loses_its_session_and_nothing_else_waits(

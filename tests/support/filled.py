@@ -68,7 +68,7 @@ def store(shelf: Shelf, of: Namespace, tokens: Sequence[int], salt: str = "") ->
     family = ObjectFormat(of)
     group = salt_group_of(salt) if salt else "_"
     count = 0
-    for chunk in KeyChain(of.digest, CHUNK, salt=salt, salt_group=group).extend(tokens):
+    for chunk in KeyChain(of.digest, family.chunk_size, salt=salt, salt_group=group).extend(tokens):
         for fmt in map(family.of, family.kinds):
             for shard in range(fmt.shards):
                 tensors = [

@@ -148,11 +148,15 @@ def test_another_namespace_has_it(rig: Rig, field: str, value: str) -> None:
 
 
 def test_without_a_choice_the_namespace_with_the_longest_hit_is_taken(rig: Rig) -> None:
-    fill(rig.root, namespace(), TOKENS[: 2 * CHUNK])
-    fill(rig.root, namespace(version="2"), TOKENS)
+    # Of more and smaller chunks.
+    shorter = namespace(chunk_size=CHUNK // 2)
+    fill(rig.root, shorter, TOKENS[: 3 * CHUNK])
+    fill(rig.root, namespace(), TOKENS)
     found = rig.explain()
-    assert found.namespace == namespace(version="2").folder
+    assert found.namespace == namespace().folder
     assert found.hits
+    found = rig.explain(folder=shorter.folder)
+    assert found.near[0].namespace == namespace().folder and "other_namespace" in codes(found)
 
 
 def test_a_salt_that_is_stored_without(stored: Rig) -> None:

@@ -15,6 +15,7 @@ from kvshelf.format.keys import salt_group_of
 from kvshelf.format.namespace import Namespace
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.shelf.shelf import open_shelf
+from kvshelf.tools import seeding
 from kvshelf.tools.prompts import Prompt, TokenPrompt, parse_prompts, read_prompts
 from kvshelf.tools.seeding import SeedReport, seed_shelf
 from tests.support import commands
@@ -64,7 +65,10 @@ def seed(
     return report, problems
 
 
-def test_what_is_on_the_shelf_is_not_computed(tmp_path: Path) -> None:
+def test_what_is_on_the_shelf_is_not_computed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(seeding, "_PROBE_BATCH", 2)
     fill(tmp_path, namespace(), prompt(0, 3))
     with open_shelf(tmp_path) as shelf:
         store(shelf, namespace(), prompt(5, 2), salt="tenant")
