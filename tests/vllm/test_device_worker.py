@@ -1,4 +1,7 @@
-"""Lives of an engine whose caches are on a device: sleep, failures, aborts, memory."""
+"""Lives of an engine whose caches are on a device: sleep, failures, memory.
+
+:mod:`tests.native.test_device` has what each copy does then.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,7 @@ from tests.sim.engine import DRAFTING, EngineModel
 from tests.sim.engine_caches import PLAIN, PagedCaches, transfer_config, vllm_config
 from tests.sim.storage import FaultyStorage, posix
 from tests.support.prompts import prompt
-from tests.support.waiting import PATIENCE, until
+from tests.support.waiting import PATIENCE
 
 pytestmark = pytest.mark.real
 
@@ -129,41 +132,6 @@ def test_caches_elsewhere_stop_the_start(backend: FaultyStorage, where: str) -> 
     with pytest.raises(UnsupportedError, match="all in host memory or all on one GPU"):
         made.register_kv_caches(caches)
     made.shutdown()
-
-
-# ------------------------------------------------------------------------- aborts
-
-
-@pytest.mark.parametrize("runner", RUNNERS)
-def test_blocks_of_an_aborted_load_are_free_only_when_the_device_has_left_them(
-    start: Callable[..., EngineModel], runner: str
-) -> None:
-    engine = start(runner=runner)
-    run(engine, prompt(41))
-    assert engine.device is not None
-    streams = engine.device.streams
-    with engine.device.hold():
-        engine.add("r", prompt(41))
-        until(lambda: engine.step() is not None and engine.is_loading("r"))
-        # A read has enqueued its copy.
-        until(lambda: any(s.entries for s in streams if s.name != "engine"))
-        before = engine.free_blocks
-        engine.abort("r")
-        for _ in range(20):
-            engine.step()
-        # What was enqueued still writes to them.
-        assert engine.names == ["r"]
-        assert engine.free_blocks == before
-    until(lambda: engine.step() is not None and not engine.names)
-    assert engine.free_blocks > before
-    engine.device.finish()
-    # From now on they are others'.
-    for cache in engine.worker.caches.values():
-        cache.zero_()
-    for _ in range(20):
-        engine.step()
-        engine.device.finish()
-    assert not any(cache.any() for cache in engine.worker.caches.values())
 
 
 # ------------------------------------------------------------------------- others' loads
@@ -390,62 +358,6 @@ def test_after_a_device_failed_the_engine_goes_on_as_with_no_cache(
     assert len(lines) == 1
     assert f"cpu failed: CUDA error: {fault} failed" in lines[0].getMessage()
     assert staged(engine) == 0
-
-
-@pytest.mark.parametrize("fault", ["event", "record", "query", "synchronize", "wait", "enqueue"])
-@pytest.mark.parametrize("runner", RUNNERS)
-def test_an_error_that_a_device_does_not_repeat_costs_one_request(
-    start: Callable[..., EngineModel],
-    runner: str,
-    fault: str,
-    copier: str,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    if (copier, fault) in (("native", "event"), ("tensors", "query")):
-        pytest.skip("this copier does not ask that of a device")
-    engine = start(runner=runner)
-    for seed in range(3):
-        run(engine, prompt(41, seed))
-    assert engine.device is not None
-    engine.device.once = {fault}
-    run(engine, prompt(41))
-    assert not engine.device.once
-    for seed in (1, 2):
-        assert run(engine, prompt(41, seed)) == 40
-    assert run(engine, prompt(41, 3)) == 0
-    until(lambda: run(engine, prompt(41, 3)) == 40)
-    assert not engine.connector.disabled
-    assert staged(engine) == 0
-    assert not [record for record in caplog.records if record.levelname == "ERROR"]
-
-
-def test_a_device_that_fails_for_good_stops_nothing_of_ours(
-    start: Callable[..., EngineModel], caplog: pytest.LogCaptureFixture
-) -> None:
-    engine = start()
-    run(engine, prompt(41))
-    assert engine.device is not None
-    engine.device.fail()
-    # vLLM does not outlive this, but what it calls on its way must not hold it up.
-    meta = engine.connector.build_connector_meta(_nothing())
-    engine.worker.connector.bind_connector_metadata(meta)
-    engine.worker.connector.start_load_kv(None)
-    engine.worker.connector.wait_for_save()
-    engine.worker.connector.get_finished(set())
-    engine.worker.connector.clear_connector_metadata()
-    engine.worker.connector.shutdown()
-    engine.worker.connector.shutdown()
-
-
-def _nothing() -> SimpleNamespace:
-    return SimpleNamespace(
-        scheduled_new_reqs=[],
-        scheduled_cached_reqs=SimpleNamespace(req_ids=[], num_computed_tokens=[]),
-        num_scheduled_tokens={},
-        total_num_scheduled_tokens=0,
-        preempted_req_ids=None,
-        kv_connector_block_state=None,
-    )
 
 
 def test_an_engine_that_is_shut_down_waits_for_its_copies(
