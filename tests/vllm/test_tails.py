@@ -62,6 +62,7 @@ def hand_over(
     assert reader.loaded("taken") == max(1, len(tokens) - cached - lacks)
     # Their blocks are in vLLM's prefix cache, and as they were.
     assert reader.run(others) == [0]
+    assert not reader.failed
 
 
 @settings(max_examples=12, deadline=None)
