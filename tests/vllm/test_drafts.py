@@ -264,7 +264,7 @@ def test_only_the_last_stage_has_a_drafter(tmp_path: Path) -> None:
         assert (side is not None) is has
 
 
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(data=st.data())
 def test_what_is_stored_of_a_drafter_belongs_to_its_prefix(data: st.DataObject) -> None:
     """Whatever engines do, a fresh engine gets right KV of the drafter, or none."""
@@ -288,6 +288,9 @@ def test_what_is_stored_of_a_drafter_belongs_to_its_prefix(data: st.DataObject) 
             if data.draw(st.booleans(), label="reset"):
                 engine.forget()
             engine.run(served[-1])
+            if data.draw(st.booleans(), label="evicted"):
+                for path in Path(shelf).rglob("*-0-*.safetensors"):
+                    path.unlink()
         # It compares all that a load brings.
         make(prefix_caching=False).run(*served)
 
@@ -397,6 +400,11 @@ def test_computing_blocks_anew_after_they_left_the_cache_makes_them_good() -> No
     assert not rows.is_stored(request, 12, 16)
     assert rows.is_stored(rows.request("again"), 0, 12, 16)
     assert rows.is_stored(rows.request("later", cached=12), 12, 16)
+    # A load that brought nothing at all is computed.
+    request = rows.request("failed")
+    rows.side.to_load("failed", rows.chain, 0, 12)
+    rows.side.take_facts(0, Facts(without_drafts=[("failed", 0)]))
+    assert rows.is_stored(request, 0, 12, 16)
 
 
 def test_a_spoiled_block_is_remembered_once_it_has_a_hash() -> None:
