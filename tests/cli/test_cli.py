@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -307,11 +306,16 @@ def refuse(*_: object) -> None:
     raise ReadOnlyStorageError(30, "Read-only file system")
 
 
-_write = PosixBackend.write
+_write, _info = PosixBackend.write, PosixBackend.info
 
 
 def write_zeros(self: PosixBackend, name: str, buffers: Any, mode: Any = "create") -> Any:
     return _write(self, name, [bytes(len(bytes(buffers[0])))], mode)
+
+
+def is_ahead(self: PosixBackend, name: str) -> Any:
+    info = _info(self, name)
+    return info and info._replace(mtime=info.mtime + 8 * 86400)
 
 
 @pytest.mark.parametrize(
@@ -326,6 +330,7 @@ def write_zeros(self: PosixBackend, name: str, buffers: Any, mode: Any = "create
         ("delete", refuse, 0, {"delete": ("note", "deleted as any temporary")}),
         # It cleans up behind itself.
         ("write", write_zeros, 1, {"read": ("problem", ""), "delete": ("ok", "")}),
+        ("info", is_ahead, 1, {"clock": ("problem", "s ahead")}),
         (
             "space",
             lambda _: Space(1 << 30, 100 << 30),
@@ -333,7 +338,7 @@ def write_zeros(self: PosixBackend, name: str, buffers: Any, mode: Any = "create
             {"list": ("ok", "1.0 GiB of 100.0 GiB are free: without max_bytes each store")},
         ),
     ],
-    ids=["read-only", "no deletion", "other bytes", "nearly full"],
+    ids=["read-only", "no deletion", "other bytes", "another clock", "nearly full"],
 )
 def test_doctor_tells_what_a_storage_does_not_do(
     shelf: Path,
@@ -417,19 +422,3 @@ def test_the_version_and_the_exit_codes_are_told() -> None:
     text = " ".join(run("--help").stdout.split())
     for code, meaning in EXIT_CODES.items():
         assert f"{code} {meaning}" in text
-
-
-@pytest.mark.real
-def test_ls_needs_neither_torch_nor_vllm(unchanged: Path) -> None:
-    code = (
-        "import sys\n"
-        "for name in ('torch', 'vllm', 's3fs'): sys.modules[name] = None\n"
-        f"sys.argv = ['kvshelf', 'ls', {str(unchanged)!r}]\n"
-        "from kvshelf.cli import main\n"
-        "main()\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert namespace().folder in done.stdout

@@ -116,17 +116,6 @@ def test_a_trainer_updates_twice_and_goes_back(trained: Trained, prompt: MakePro
     trained.shelf.check_all()
 
 
-def test_weights_that_are_written_into_parameters(trained: Trained, prompt: MakePrompt) -> None:
-    tokens = prompt(600)
-    trained.cold(tokens)
-    trained.warm(tokens)
-    # No hook sees this; the pause resets the connector's cache, and the first step compares.
-    trained.update("write_step", step=3)
-    trained.cold(tokens)
-    trained.update("write_step", step=0)
-    trained.warm(tokens)
-
-
 def test_weights_that_an_extension_writes_without_a_pause_or_a_reset(
     trained: Trained, prompt: MakePrompt
 ) -> None:
