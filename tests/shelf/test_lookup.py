@@ -18,7 +18,6 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kvshelf.backends import StatResults
 from kvshelf.format.keys import Chunk, KeyChain
 from kvshelf.format.kinds import FULL, STATE, Kind, kind_key
 from kvshelf.format.names import object_name
@@ -206,14 +205,19 @@ def test_each_kind_is_remembered_fails_and_is_asked_for_by_itself() -> None:
     lookups.close()
 
 
-def test_probe_that_fails_is_counted(lookups: Lookups) -> None:
+@pytest.mark.parametrize("raises", [False, True])
+def test_probe_that_fails_is_counted_and_leaves_the_keys(lookups: Lookups, raises: bool) -> None:
     tokens = prompt(3)
     chunks = lookups.chunks(tokens)
     lookups.put(chunks)
-    lookups.storage.broken = {lookups.name(chunks[2], 0)}
-    assert lookups.hit(tokens) == 2
+    with pytest.MonkeyPatch.context() as patch:
+        if raises:
+            patch.setattr(lookups.storage, "stat", lambda _: 1 / 0)
+        patch.setattr(lookups.storage, "broken", {lookups.name(chunks[2], 0)})
+        lookup = lookups.look(tokens)
+    assert lookup.hit_chunks == (0 if raises else 2)
+    assert lookup.chain is not None and len(lookup.chain.chunks) == 3
     assert lookups.counters.snapshot()["probe_errors"] >= 1
-    lookups.storage.broken = set()
     assert lookups.hit(tokens) == 3
 
 
@@ -336,28 +340,6 @@ def test_lookup_without_keys_is_a_miss_and_logged_once(
 
 
 # ------------------------------------------------------------------------------- trouble
-
-
-def test_lookup_whose_search_raises_ends_alone_and_has_its_keys(
-    far: Lookups, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    good, bad, other = prompt(30), prompt(30, seed=1), prompt(30, seed=2)
-    far.put([*far.chunks(good), *far.chunks(other)])
-    stat, broken = far.storage.stat, {far.name(chunk, 0) for chunk in far.chunks(bad)}
-
-    def ask(names: Sequence[str]) -> StatResults:
-        answers = stat(names)
-        if broken.intersection(names):
-            raise RuntimeError("a bug")
-        return answers
-
-    monkeypatch.setattr(far.storage, "stat", ask)
-    first = far.keep_threads_busy()
-    waiting = [far.submit(tokens) for tokens in (good, bad, other)]
-    far.storage.gate.set()
-    assert all(lookup.wait(PATIENCE) for lookup in [*first, *waiting])
-    assert [lookup.hit_chunks for lookup in waiting] == [30, 0, 30]
-    assert [lookup.chain and len(lookup.chain.chunks) for lookup in waiting] == [30] * 3
 
 
 def test_callback_that_raises_ends_no_thread(

@@ -137,21 +137,6 @@ def test_views_that_are_used_no_more_are_forgotten(shelf: Shelf) -> None:
     assert old() is None
 
 
-# ---------------------------------------------------------------------------- vanishing shelves
-
-
-def test_shelf_deleted_while_running(shelf: Shelf, root: Path) -> None:
-    store(shelf, CHUNKS[0])
-    shutil.rmtree(root)
-    time.sleep(10.0)
-    assert present(shelf) == [False]
-    with pytest.raises(ObjectMissingError):
-        load(shelf, CHUNKS[0])
-    assert store(shelf, CHUNKS[0]) is WriteResult.CREATED
-    assert load(shelf, CHUNKS[0]) == image(CHUNKS[0])
-    assert [info.namespace for info in shelf.namespaces()] == [FMT.namespace]
-
-
 def test_damaged_description_is_written_again_by_a_store_ten_seconds_later(
     shelf: Shelf, root: Path
 ) -> None:

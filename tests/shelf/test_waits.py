@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import threading
-import uuid
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,8 +18,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from kvshelf.backends import Backend, Deadlines, open_backend
-from kvshelf.backends.base import delete_one
+from kvshelf.backends import Backend, Deadlines
 from kvshelf.backends.guard import GuardedBackend
 from kvshelf.format.keys import KeyChain
 from kvshelf.format.kinds import FULL, STATE, WINDOW, kind_key
@@ -30,12 +27,9 @@ from kvshelf.metrics import Counters
 from kvshelf.shelf import waits as module
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.shelf.waits import Piece, Wait, WaitService
-from tests.backends.sftpserver import sftp_server
-from tests.sim.s3 import ScriptedS3
 from tests.sim.storage import Fault, FaultyStorage, NamesOnly, posix
 from tests.support.formats import format_of_kinds
 from tests.support.prompts import make_chunks
-from tests.support.servers import BUCKET, command, moto_s3, rclone_s3
 from tests.support.threads import none_can_be_started
 from tests.support.waiting import PATIENCE, until
 
@@ -81,14 +75,12 @@ def size(piece: Piece, shard: int) -> int:
 
 
 class Rig:
-    """A shelf, waits on it, and objects that another program stores and deletes."""
+    """A shelf, waits on it, and objects that another program stores."""
 
-    def __init__(
-        self, backend: Backend, deadlines: Deadlines | None = None, other: Backend | None = None
-    ) -> None:
+    def __init__(self, backend: Backend) -> None:
         self.faults = FaultyStorage(backend)
-        self.other = backend if other is None else other
-        self.guard = GuardedBackend(self.faults, deadlines)
+        self.other = backend
+        self.guard = GuardedBackend(self.faults)
         self.shelf = Shelf(self.guard)
         self.counters = Counters()
         self.service = WaitService(
@@ -96,17 +88,9 @@ class Rig:
             counters=self.counters,
         )
 
-    def put(self, piece: Piece, *shards: int, missing: int = 0) -> None:
-        for shard in shards or shards_of(piece):
-            data = bytes(size(piece, shard) - missing)
-            self.other.write(name(piece, shard), [data], "replace")
-
-    def delete(self, piece: Piece) -> None:
+    def put(self, piece: Piece) -> None:
         for shard in shards_of(piece):
-            assert delete_one(self.other, name(piece, shard))
-
-    def give_up(self) -> None:
-        self.other.write(f"{MARKERS}/{ATTEMPT}", [])
+            self.other.write(name(piece, shard), [bytes(size(piece, shard))], "replace")
 
     def submit(self, pieces: Sequence[Piece]) -> Wait:
         return self.service.submit(pieces, ATTEMPT)
@@ -124,85 +108,7 @@ def rig(tmp_path: Path) -> Iterator[Rig]:
     rig.close()
 
 
-@pytest.fixture
-def hasty(tmp_path: Path) -> Iterator[Rig]:
-    """A rig whose calls of the storage have short deadlines."""
-    rig = Rig(posix(tmp_path / "shelf"))
-    yield rig
-    rig.close()
-
-
-# ------------------------------------------------------------------------------- over backends
-
-
-@pytest.fixture(scope="module")
-def servers() -> Iterator[ExitStack]:
-    with ExitStack() as stack:
-        yield stack
-
-
-def needs(program: str) -> pytest.MarkDecorator:
-    return pytest.mark.skipif(command(program) is None, reason=f"{program} is not installed")
-
-
-_STORAGES = [
-    "directory",
-    "memory",
-    "fsspec directory",
-    pytest.param("sftp", marks=pytest.mark.real),
-    pytest.param("rclone", marks=[pytest.mark.real, needs("rclone")]),
-    pytest.param("bucket far away", marks=pytest.mark.real),
-    pytest.param("moto", marks=[pytest.mark.real, needs("moto_server")]),
-]
-
-
-@pytest.fixture(scope="module", params=_STORAGES)
-def opened(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Callable[[], Backend]]:
-    """A storage of each kind, opened once for each engine."""
-    folder = tmp_path_factory.mktemp("waits")
-    place = uuid.uuid4().hex
-    with ExitStack() as stack:
-        if request.param == "directory":
-            yield lambda: posix(folder / "shelf")
-        elif request.param == "memory":
-            yield lambda: open_backend(f"memory://{place}")
-        elif request.param == "fsspec directory":
-            from kvshelf.backends.generic import GenericBackend
-
-            yield lambda: GenericBackend(f"local://{folder}/shelf")
-        elif request.param == "sftp":
-            pytest.importorskip("asyncssh")
-            pytest.importorskip("sshfs")
-            options = stack.enter_context(sftp_server(folder)).options()
-            yield lambda: open_backend(f"sftp://127.0.0.1/{place}", storage_options=options)
-        elif request.param == "bucket far away":
-            pytest.importorskip("obstore")
-            store = stack.enter_context(ScriptedS3())
-            store.delay_seconds = 20e-3
-            yield lambda: store.open(place)
-        else:
-            pytest.importorskip("obstore")
-            moto = request.param == "moto"
-            server = stack.enter_context(moto_s3() if moto else rclone_s3(folder))
-            options = server.options()
-            yield lambda: open_backend(f"s3://{BUCKET}/{place}", storage_options=options)
-
-
-@pytest.fixture
-def over(opened: Callable[[], Backend]) -> Iterator[Rig]:
-    other = opened()
-    rig = Rig(opened(), other=other)
-    for folder in other.folders():
-        other.delete([info.name for info in other.list(folder)])
-        other.delete([f"{MARKERS}/{ATTEMPT}"])
-    yield rig
-    rig.close()
-    other.close()
-
-
-def test_pieces_win_over_a_marker(over: Rig) -> None:
+def test_pieces_win_over_a_marker(rig: Rig) -> None:
     """Also where they come while it is looked for."""
     pieces, gate, looks = all_kinds(2), threading.Event(), threading.Event()
 
@@ -210,30 +116,15 @@ def test_pieces_win_over_a_marker(over: Rig) -> None:
         looks.set()
         gate.wait(PATIENCE)
 
-    over.give_up()
-    over.faults.add(Fault("stat", f"{MARKERS}/*", error=pause))
-    wait = over.submit(pieces)
+    rig.other.write(f"{MARKERS}/{ATTEMPT}", [])
+    rig.faults.add(Fault("stat", f"{MARKERS}/*", error=pause))
+    wait = rig.submit(pieces)
     assert looks.wait(PATIENCE)
     for piece in pieces:
-        over.put(piece)
+        rig.put(piece)
     gate.set()
     until(lambda: wait.ended)
     assert wait.complete and not wait.gave_up
-
-
-# -------------------------------------------------------------------------- what counts as there
-
-
-def test_what_was_seen_stays_seen_when_it_vanishes(rig: Rig) -> None:
-    pieces = full(2)
-    wait = rig.submit(pieces)
-    rig.put(pieces[0])
-    until(lambda: wait.seen == 1)
-    rig.delete(pieces[0])
-    rig.put(pieces[1])
-    until(lambda: wait.complete)
-    rig.delete(pieces[1])
-    assert wait.complete and wait.seen == 2
 
 
 def test_nothing_to_wait_for_is_complete(tmp_path: Path) -> None:
@@ -327,41 +218,6 @@ def test_wait_that_is_cancelled_during_a_round_stays_as_it_was(distant: Far) -> 
 # ------------------------------------------------------------------------------- when things fail
 
 
-def test_a_thread_that_is_stuck_is_replaced_and_what_it_brings_late_does_no_harm(
-    hasty: Rig,
-) -> None:
-    gate = threading.Event()
-    pieces = full(3)
-    hasty.faults.add(Fault("stat", "*.safetensors", wait=gate, times=1))
-    wait = hasty.submit(pieces)
-    until(lambda: len(hasty.service._threads._stuck) == 1)
-    for piece in pieces[:2]:
-        hasty.put(piece)
-    until(lambda: wait.seen == 2)
-    gate.set()
-    until(lambda: len(hasty.service._threads._stuck) == 0)
-    hasty.put(pieces[2])
-    until(lambda: wait.complete)
-    assert wait.seen == 3
-    assert hasty.counters.snapshot()["stuck_threads"] == 1
-
-
-def test_an_unexpected_error_ends_no_wait(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    pieces = full(1)
-    broken = threading.Event()
-
-    def fail(views: object, pieces: object) -> list[list[object]]:
-        broken.set()
-        raise RuntimeError("a bug")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(module, "find_pieces", fail)
-        wait = rig.submit(pieces)
-        assert broken.wait(PATIENCE)
-    rig.put(pieces[0])
-    until(lambda: wait.complete)
-
-
 def test_without_a_thread_there_is_no_service_and_a_thread_that_is_missing_is_started_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -398,6 +254,8 @@ class Waiting(RuleBasedStateMachine):
         super().__init__()
         self.rig = far(high_latency=self.high_latency)
         self.waits: list[tuple[Wait, list[Piece], str]] = []
+        #: How many pieces each wait has seen.
+        self.seen: dict[Wait, int] = {}
         self.ever: set[str] = set()
         self.marked: set[str] = set()
 
@@ -477,6 +335,8 @@ class Waiting(RuleBasedStateMachine):
         for wait, pieces, attempt in self.waits:
             complete, gave_up, seen = wait.complete, wait.gave_up, wait.seen
             assert not (complete and gave_up)
+            assert seen >= self.seen.get(wait, 0), "what was seen stays seen when it vanishes"
+            self.seen[wait] = seen
             assert not complete or wait.seen == len(pieces)
             assert not gave_up or attempt in self.marked
             for piece in pieces[:seen]:

@@ -29,7 +29,6 @@ from kvshelf.cli.app import app
 from kvshelf.config import Config, DiskTierConfig
 from kvshelf.errors import (
     ConfigError,
-    NoSpaceStorageError,
     TransientStorageError,
 )
 from kvshelf.format.keys import Chunk, KeyChain
@@ -44,7 +43,6 @@ from kvshelf.tiers import disk_tier as tier_module
 from kvshelf.tiers import tiered
 from kvshelf.tiers.disk_tier import DiskTier
 from kvshelf.tiers.tiered import TieredShelf, open_configured, open_late
-from kvshelf.transfer.stores import StoreOutcome
 from tests.faults import tier_child
 from tests.sim.storage import FAR, Fault, FaultyStorage, posix
 from tests.support.formats import make_format, present
@@ -179,28 +177,6 @@ def copy_of(root: Path, chunk: Chunk, shard: int) -> Path:
 # ------------------------------------------------------------------------- what it is good for
 
 
-def test_a_second_load_reads_nothing_from_the_shelf(
-    remote: FaultyStorage, start: Callable[..., Machine], tmp_path: Path
-) -> None:
-    chunks, tokens = make_chunks(FMT, 4), tokens_of(0, 4)
-    with closing(Rig(remote.inner, fmt=FMT)) as elsewhere:
-        elsewhere.put(chunks)
-    first = start(remote)
-    assert first.hit(tokens) == 4
-    assert first.load(chunks)
-    assert first.count("disk_tier_loaded_objects") == 0
-    assert remote.counts["open"] == 8
-    remote.counts.clear()
-    # Also in another process, which knows nothing of the first.
-    for machine in (first, start(remote)):
-        assert machine.hit(tokens) == 4
-        assert machine.load(chunks)
-        assert remote.counts["open"] == remote.counts["read"] == remote.counts["stat"] == 0
-        assert machine.count("disk_tier_loaded_objects") == 8
-    assert machine.count("disk_tier_loaded_bytes") == sum(map(FMT.object_size, SHARDS)) * 4
-    assert files(tmp_path / "tier") == files(tmp_path / "remote")
-
-
 def test_what_is_stored_is_in_the_tier_while_the_shelf_is_away(
     remote: FaultyStorage, start: Callable[..., Machine]
 ) -> None:
@@ -221,40 +197,6 @@ def test_what_is_stored_is_in_the_tier_while_the_shelf_is_away(
     assert machine.hit(tokens_of(0, 4)) == 4
     assert machine.load(chunks)
     faulty.heal()
-
-
-def test_what_the_shelf_does_not_take_is_not_stored(
-    remote: FaultyStorage, start: Callable[..., Machine], tmp_path: Path
-) -> None:
-    faulty = FaultyStorage(remote, Fault("write", error=NoSpaceStorageError(28, "full")))
-    machine = start(faulty)
-    (chunk,) = make_chunks(FMT, 1)
-    (item,) = machine.rig.items([chunk], 0)
-    machine.rig.fill(item)
-    ended: list[str] = []
-    assert (
-        machine.rig.stores.store(item, on_done=lambda _, result: ended.append(result.value))
-        == StoreOutcome.QUEUED
-    )
-    machine.rig.transfer.drain(PATIENCE)
-    assert machine.tier.drain(PATIENCE)
-    assert ended == ["failed"]
-    assert files(tmp_path / "tier") == {}
-
-
-def test_a_chunk_that_is_gone_from_the_shelf_is_stored_there_again(
-    remote: FaultyStorage, start: Callable[..., Machine], tmp_path: Path
-) -> None:
-    machine = start(remote)
-    (chunk,) = make_chunks(FMT, 1)
-    machine.put([chunk])
-    for shard in SHARDS:
-        copy_of(tmp_path / "remote", chunk, shard).unlink()
-    # Found it is; but who computes it all the same does not store it in vain.
-    assert machine.hit(tokens_of(0, 1)) == 1
-    machine.rig.transfer.forget_stored()
-    machine.put([chunk])
-    assert files(tmp_path / "tier") == files(tmp_path / "remote")
 
 
 def test_a_tier_is_a_shelf(
@@ -670,26 +612,6 @@ def test_a_mistake_that_a_shelf_finds_late_is_spoken_of(
         until(lambda: f"s3://bucket/kv cannot be used: {error}" in caplog.text)
 
 
-def test_a_tier_that_opens_after_it_was_closed_is_closed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    begun, go, closed = threading.Event(), threading.Event(), threading.Event()
-
-    def hanging(*arguments: Any, **options: Any) -> PosixBackend:
-        begun.set()
-        assert go.wait(PATIENCE)
-        return PosixBackend(*arguments, **options)
-
-    monkeypatch.setattr(tier_module, "PosixBackend", hanging)
-    monkeypatch.setattr(PosixBackend, "close", lambda _: closed.set())
-    tier = DiskTier(tmp_path / "tier", ROOM, open_seconds=0.01)
-    assert begun.wait(PATIENCE)
-    tier.close()
-    go.set()
-    assert closed.wait(PATIENCE)
-    assert not tier.available
-
-
 @pytest.mark.parametrize("with_tier", [False, True])
 @pytest.mark.parametrize("late", [False, True])
 def test_shelf_with_the_directory_of_a_disk_tier_is_refused(
@@ -701,12 +623,6 @@ def test_shelf_with_the_directory_of_a_disk_tier_is_refused(
     config = Config(shared_storage_path=str(tmp_path / "tier"), disk_tier=near)
     with pytest.raises(ConfigError, match="is the directory of a disk tier"):
         open_configured(str(tmp_path / "tier"), config, Counters(), late=late)
-
-
-def test_a_file_in_place_of_the_tier_is_a_mistake(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("not a directory")
-    with pytest.raises(ConfigError, match="not a directory"):
-        DiskTier(tmp_path / "file", ROOM)
 
 
 @pytest.mark.parametrize("within", ["", "near", ".."])

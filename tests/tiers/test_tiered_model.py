@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -13,7 +14,7 @@ from kvshelf.backends import WriteResult
 from kvshelf.backends.base import delete_one
 from kvshelf.backends.guard import GuardedBackend
 from kvshelf.backends.posix import PosixBackend
-from kvshelf.errors import ObjectMissingError
+from kvshelf.errors import NoSpaceStorageError, ObjectMissingError
 from kvshelf.format.keys import Chunk
 from kvshelf.format.names import object_name
 from kvshelf.shelf.shelf import Shelf
@@ -21,7 +22,7 @@ from kvshelf.shelf.view import ObjectRef, Presence
 from kvshelf.tiers.disk_tier import DiskTier
 from kvshelf.tiers.tiered import TieredShelf
 from tests.faults.crash_child import make_format
-from tests.sim.storage import FaultyStorage
+from tests.sim.storage import Fault, FaultyStorage
 from tests.support.formats import sealed
 from tests.support.prompts import make_chunks
 from tests.support.waiting import PATIENCE, PATIENT
@@ -67,6 +68,18 @@ class _Tiered(RuleBasedStateMachine):
     def settle(self) -> None:
         assert self.tier.drain(PATIENCE)
         self.damaged &= self.copies()
+
+    @rule(number=any_item)
+    def store_on_full_shelf(self, number: int) -> None:
+        """What the shelf does not take is not copied."""
+        copies = self.copies()
+        self.counting.add(Fault("write", error=NoSpaceStorageError(28, "full"), times=1))
+        with pytest.raises(NoSpaceStorageError):
+            self.tiered.view(FMT).publish(ObjectRef(*ITEMS[number]), image_of(number))
+        self.settle()
+        assert self.copies() == copies
+        self.counting.heal()
+        self.shelf.backend.writes.close()
 
     @rule(number=any_item)
     def store(self, number: int) -> None:
