@@ -199,7 +199,7 @@ class Handovers(SharingPart):
         """Sleep for a moment if all requests wait for hand-overs, and a step has no work."""
         held, self._held = self._held, 0
         hurried, self._hurried = self._hurried, False
-        if not meta.idle or hurried or not held or held < len(self._requests):
+        if hurried or held < len(self._requests):
             return
         if self._opening.handshake.checking:
             # Workers compare their weights in steps.
