@@ -62,6 +62,7 @@ from tests.sim.engine_sides import (
     named_chunks,
     orders_of,
     round_of,
+    set_clock,
     stored_chunks,
 )
 from tests.sim.storage import Fault, FaultyStorage, posix
@@ -189,6 +190,27 @@ def test_what_vllm_would_not_use_is_not_offered_held_or_counted_but_stored(
     request.num_preemptions = 1
     assert side.side.matched_tokens(request, 0) == 0
     assert side.step().prefetches == []
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_request_whose_hand_over_is_late_waits_for_nothing_more(make: Make, known: bool) -> None:
+    side = make(known=known)
+    clock, gate = set_clock(side.side), threading.Event()
+    side.faults.add(Fault("stat", wait=gate))
+    params = Handover(side.fmt.namespace.digest, 8, bytes(32), 0, "0" * 32).params()
+    request, short = (Request(name, prompt(41), kv_transfer_params=params) for name in "rs")
+    # A block is computed sooner than it is waited for.
+    assert side.side.matched_tokens(short, 4) == 0
+    side.side.finished("s")
+    side.side.new_request(request)
+    assert side.side.matched_tokens(request, 0) is None
+    begin = time.monotonic()
+    side.step()
+    # No step sleeps while a lookup may end soon.
+    assert known is (time.monotonic() - begin < 5e-3)
+    clock.now += 3600
+    assert side.side.matched_tokens(request, 0) == 0
+    gate.set()
 
 
 def _opaque(part: WorkerReport) -> WorkerReport:
