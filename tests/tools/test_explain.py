@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
 from kvshelf.capacity.visit import KEEPERS
-from kvshelf.cli.app import app
 from kvshelf.format.keys import Chunk, KeyChain, salt_group_of
 from kvshelf.format.kinds import FULL, STATE, WINDOW, Kind
 from kvshelf.format.namespace import Namespace
@@ -22,6 +21,7 @@ from kvshelf.shelf.shelf import open_shelf
 from kvshelf.tools import explain as explain_module
 from kvshelf.tools.explain import Explainer, Explanation
 from kvshelf.tools.prompts import Prompt
+from tests.support.commands import done
 from tests.support.filled import CHUNK, fill, hybrid, namespace, prompt, store
 
 TOKENS = prompt(1, 4)
@@ -190,28 +190,20 @@ def test_the_bounds_of_a_shelf_are_named_where_others_of_a_prompt_are_there(stor
 # --------------------------------------------------------------------------- the command
 
 
-@pytest.fixture
-def call(rig: Rig, tmp_path: Path) -> Callable[..., Result]:
-    def run(*lines: object, options: tuple[object, ...] = ()) -> Result:
+def test_the_command_tells_by_its_exit_code(stored: Rig, tmp_path: Path) -> None:
+    def call(*prompts: list[int], code: int = 0) -> Result:
         path = tmp_path / "prompts.jsonl"
-        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-        arguments = ["explain", rig.root, path, *options]
-        return CliRunner().invoke(app, [str(argument) for argument in arguments])
+        path.write_text("".join(json.dumps(tokens) + "\n" for tokens in prompts))
+        return done("explain", stored.root, path, code=code)
 
-    return run
-
-
-def test_the_command_tells_by_its_exit_code(stored: Rig, call: Callable[..., Result]) -> None:
     result = call(TOKENS)
-    assert result.exit_code == 0
     assert "a lookup finds 4 of the 4" in result.stdout
     stored.path(2, 1).unlink()
-    result = call(TOKENS, TOKENS[: 2 * CHUNK])
-    assert result.exit_code == 1
+    result = call(TOKENS, TOKENS[: 2 * CHUNK], code=1)
     assert "shard 1 of 2 is missing [missing_shard]" in result.stdout
     assert "line 2: 64 tokens, 2 chunks of 32: a lookup finds 2 of the 2" in result.stdout
     shutil.rmtree(stored.root)
-    assert call(TOKENS).exit_code == 3
+    call(TOKENS, code=3)
 
 
 def test_every_cause_is_documented() -> None:
