@@ -71,17 +71,6 @@ class Promises:
             **changed,
         }
 
-    def tail(self, tokens: Sequence[int]) -> list[Path]:
-        """Return the objects of a prompt's tail; none where the prompt ends with a chunk."""
-        tail = self.shelf.chain(tokens).tail()
-        return [] if tail is None else self.shelf.objects_of(tail)
-
-    def wait_tail(self, tokens: Sequence[int]) -> list[Path]:
-        """Wait until a prompt's tail is stored."""
-        paths = self.tail(tokens)
-        until(lambda: all(path.is_file() for path in paths), "the tail on the shelf")
-        return paths
-
     def marker(self, attempt: str) -> Path:
         """Where a producer says that it gave up."""
         return self.shelf.folder / ".kvshelf" / "gave-up" / attempt

@@ -89,21 +89,6 @@ def test_what_is_stored_is_a_hit_without_a_read(
     assert node.metrics()["memory_hits"] > before["memory_hits"]
 
 
-def test_a_fresh_server_reads_each_object_once(
-    one: Engine, node: ServeProcess, shelf: ShelfFiles, reference: Reference, prompt: MakePrompt
-) -> None:
-    """The server is restarted in order while its engine runs, which may store the last tokens."""
-    tokens = prompt(1500)
-    one.generate(tokens)
-    size = sum(path.stat().st_size for chunk in shelf.wait_stored(tokens) for path in chunk)
-    node.restart()
-    eventually_hits(one, tokens, reference(tokens), 1280)
-    before = node.metrics()
-    assert size - before["stored_bytes"] <= before["read_bytes"] <= size
-    eventually_hits(one, tokens, reference(tokens), 1280)
-    assert node.metrics()["read_bytes"] == before["read_bytes"]
-
-
 # ------------------------------------------------------------------------------------- hand-overs
 
 

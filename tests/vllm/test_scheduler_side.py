@@ -151,7 +151,7 @@ def test_of_a_long_queue_the_first_requests_have_keys(side: LoneScheduler) -> No
     assert not side.remembers()
 
 
-def test_what_vllm_does_not_take_is_no_load(side: LoneScheduler) -> None:
+def test_hit_that_vllm_does_not_take_is_not_loaded(side: LoneScheduler) -> None:
     side.put(prompt(20))
     request = Request("r", prompt(20))
     assert side.ask(request) == 16
@@ -272,7 +272,7 @@ def test_answer_that_is_older_than_a_failure_ends_before_it(
     assert named.get("r", []) == chunks
 
 
-def test_empty_steps_behind_one_that_computes_are_no_pause(
+def test_idle_steps_after_a_forward_pass_are_not_a_pause(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def change(config: Any) -> None:

@@ -145,22 +145,3 @@ def test_weights_that_change_while_the_engine_sleeps(
             trained.cold(tokens)
         else:
             trained.warm(tokens)
-
-
-def test_weights_that_vllm_reloads_need_a_version_where_they_cannot_be_read(
-    trained: Trained, prompt: MakePrompt
-) -> None:
-    """The last one: an engine that vLLM packs weights for has no other name for them any more."""
-    tokens = prompt(600)
-    trained.cold(tokens)
-    trained.warm(tokens)
-    before = trained.shelf.objects()
-    trained.update("reload_weights")
-    # Where vLLM does not pack weights for the processor they are known to be the same.
-    if trained.check(tokens, 0, 512) == 0:
-        trained.check(tokens, 0)
-        assert trained.shelf.objects() == before
-        trained.update("name_weights", step=6)
-        trained.cold(tokens)
-        trained.warm(tokens)
-        assert "version:step 6" in trained.weights()

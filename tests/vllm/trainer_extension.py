@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from vllm.distributed.kv_transfer import get_kv_transfer_group
 
 
 class TrainerExtension:
@@ -26,23 +25,8 @@ class TrainerExtension:
         weights = self._weights_of(step)
         self.model_runner.model.load_weights([("model.embed_tokens.weight", weights)])
 
-    def load_projector(self, seed: int) -> None:
-        """Load another bias of what brings a vision encoder's output to the text.
-
-        CPUs pack its weights, and would go on with the packed ones.
-        """
-        name = "multi_modal_projector.linear_2.bias"
-        bias = dict(self.model_runner.model.named_parameters())[name]
-        generator = torch.Generator().manual_seed(seed)
-        made = torch.randn(bias.shape, generator=generator).to(bias.dtype)
-        self.model_runner.model.load_weights([(name, made * 2)])
-
     def write_step(self, step: int) -> None:
         """Write into the parameters, which no hook sees."""
         weights = self._weights_of(step)
         parameters = dict(self.model_runner.model.named_parameters())
         parameters["model.embed_tokens.weight"].data.copy_(weights)
-
-    def name_weights(self, step: int) -> None:
-        """Say a version of the weights, as trainers do."""
-        get_kv_transfer_group().weights_changed(version=f"step {step}")  # type: ignore[attr-defined]
