@@ -29,19 +29,16 @@ def test_the_first_error_ends_all(threads: int) -> None:
         if item == 5:
             raise KeyError("five")
 
-    with pytest.raises(KeyError, match="five"):
-        for _ in in_parallel(work, itertools.count() if threads else range(9), threads, stop):
-            pass
-    assert stop.is_set() == (threads > 0)
-
-
-def test_an_error_of_the_items_is_raised() -> None:
     def items() -> Iterator[int]:
         yield 1
         raise KeyError("no more")
 
+    with pytest.raises(KeyError, match="five"):
+        for _ in in_parallel(work, itertools.count() if threads else range(9), threads, stop):
+            pass
+    assert stop.is_set() == (threads > 0)
     with pytest.raises(KeyError, match="no more"):
-        list(in_parallel(str, items(), 2))
+        list(in_parallel(str, items(), threads))
 
 
 @pytest.mark.parametrize("left", [GeneratorExit, KeyboardInterrupt])

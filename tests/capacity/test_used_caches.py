@@ -1,4 +1,4 @@
-"""What programs retrieve through ChunkCache is recorded as used; what they ask for is not."""
+"""What programs retrieve through ChunkCache is recorded as used, and their shelf is bounded."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from kvshelf import ChunkCache, Shelf
+from kvshelf.capacity import keeper
 from kvshelf.capacity.uses import Uses
 from kvshelf.config import Config
 from kvshelf.format.names import parse_path
@@ -38,6 +39,7 @@ def cache(tmp_path: Path, uses: Uses) -> Iterator[ChunkCache]:
     ) as cache:
         fill(cache, full=5, windows=5, states=(2, 5))
         yield cache
+    assert not uses.closed, "who opened it closes it"
 
 
 def used(cache: ChunkCache, uses: Uses) -> dict[str, set[int]]:
@@ -95,14 +97,6 @@ def test_caches_of_all_kinds_record_on_one_thread(tmp_path: Path) -> None:
         until(lambda: not recorders())
 
 
-def test_a_cache_does_not_close_the_uses_that_it_is_given(tmp_path: Path) -> None:
-    uses = Uses(Counters())
-    namespace = facts().namespace(chunk_size=CHUNK, shards=4)
-    ChunkCache(Shelf(posix(tmp_path)), namespace, staging_bytes=1 << 20, uses=uses).close()
-    assert not uses.closed
-    uses.close()
-
-
 def test_a_cache_that_is_opened_records_uses(tmp_path: Path) -> None:
     config = Config(shared_storage_path=str(tmp_path), chunk_size=CHUNK)
     with ChunkCache.open(config, facts()) as cache:
@@ -110,3 +104,17 @@ def test_a_cache_that_is_opened_records_uses(tmp_path: Path) -> None:
         retrieve(cache, "full", TOKENS)
     assert cache.counters.snapshot()["touched_objects"] == 10
     until(lambda: not recorders())
+
+
+def test_storage_without_free_space_gets_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keeper, "least_free", lambda _: 1 << 50)
+    config = Config(shared_storage_path=str(tmp_path), chunk_size=CHUNK)
+    with ChunkCache.open(config, facts()) as cache:
+        until(lambda: not cache.shelf.backend.allows(1))
+        report = cache.store(TOKENS, kv=random_kv(cache))
+        assert report.published == 0
+        assert report.dropped == report.chunks == len(TOKENS) // CHUNK
+        assert cache.counters.snapshot()["dropped_chunks_no_room"] == 1
+    assert not list(tmp_path.rglob("*.safetensors"))

@@ -17,7 +17,6 @@ import pytest
 
 from kvshelf.backends import Touched
 from kvshelf.backends.base import Backend
-from kvshelf.backends.wrappers import ReadOnlyBackend
 from kvshelf.capacity import keepers
 from kvshelf.capacity import uses as uses_module
 from kvshelf.capacity.uses import Uses, resolution
@@ -123,33 +122,6 @@ def test_off_is_off(place: Place) -> None:
     assert place.fresh() == []
 
 
-def test_a_shelf_that_takes_no_writes_is_left_alone(tmp_path: Path) -> None:
-    place = Place(tmp_path, ReadOnlyBackend)
-    with closing(place.shelf), closing(place.uses()) as uses:
-        place.record(uses, CHUNKS)
-        assert place.faults.counts["touch"] == place.faults.counts["write"] == 0
-
-
-def test_a_storage_in_trouble_is_asked_again_at_the_next_hit(place: Place) -> None:
-    place.faults.add(Fault("touch", error=TransientStorageError(5, "down", "x"), times=1))
-    with closing(place.uses()) as uses:
-        for _ in range(2):
-            place.record(uses, CHUNKS[:2])
-        assert place.fresh() == [0, 1]
-
-
-def test_uses_are_recorded_on_a_full_storage(place: Place) -> None:
-    """They decide what is deleted to free space."""
-    backend = place.shelf.backend
-    place.faults.add(Fault("write", error=NoSpaceStorageError(28, "full", "x")))
-    with pytest.raises(NoSpaceStorageError):
-        backend.write("x", [b"x"])
-    assert backend.properties.read_only
-    with closing(place.uses()) as uses:
-        place.record(uses, CHUNKS[:2])
-    assert place.fresh() == [0, 1]
-
-
 def test_what_a_storage_that_fails_has_not_recorded_is_recorded_later(place: Place) -> None:
     backend = place.shelf.backend
     backend.writes.trip("down")
@@ -157,6 +129,11 @@ def test_what_a_storage_that_fails_has_not_recorded_is_recorded_later(place: Pla
         place.record(uses, CHUNKS[:2])
         assert place.faults.counts["touch"] == 0
         backend.writes.close()
+        # On a full storage uses decide what is deleted to free space.
+        place.faults.add(Fault("write", error=NoSpaceStorageError(28, "full", "x")))
+        with pytest.raises(NoSpaceStorageError):
+            backend.write("x", [b"x"])
+        assert backend.properties.read_only
         place.record(uses, CHUNKS[:2])
     assert place.fresh() == [0, 1]
 
@@ -220,16 +197,6 @@ def test_what_is_remembered_is_bounded(place: Place, monkeypatch: pytest.MonkeyP
         assert place.faults.counts["touch"] == len(CHUNKS) * FMT.shards
         place.record(uses, CHUNKS[:1])
         assert place.faults.counts["touch"] == (len(CHUNKS) + 1) * FMT.shards
-
-
-def test_objects_are_used_by_their_names(place: Place) -> None:
-    names = [place.view.name(ObjectRef(CHUNKS[3], shard)) for shard in range(FMT.shards)]
-    with closing(place.uses()) as uses:
-        uses.note_names(place.shelf.backend, names)
-        uses.note_names(place.shelf.backend, names)
-        assert uses.flush(PATIENCE)
-    assert place.fresh() == [3]
-    assert place.faults.counts["touch"] == FMT.shards
 
 
 def test_use_is_recorded_in_whichever_folder_of_its_namespace_an_object_lies(
