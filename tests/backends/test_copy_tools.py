@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -155,18 +154,6 @@ def test_what_was_stored_since_is_all_that_a_second_copy_brings(
         assert hit(shelf, other) == 2
 
 
-def test_one_namespace(tool: Tool, source: Path, tmp_path: Path) -> None:
-    there = elsewhere(tool, tmp_path, "there")
-    folder = SHARED.folder
-    inside = there / folder if isinstance(there, Path) else f"{there}/{folder}"
-    assert len(tool.copy(source / folder, inside)) == OBJECTS + 1
-    with open_place(tool, there) as shelf:
-        assert [info.folder for info in shelf.namespaces()] == [folder]
-        assert hit(shelf, LONG) == 8
-    assert len(tool.copy(inside, tmp_path / "back" / folder)) == OBJECTS + 1
-    assert contents(tmp_path / "back") == contents(source, folder)
-
-
 def test_some_prefixes(tool: Tool, source: Path, tmp_path: Path) -> None:
     there = elsewhere(tool, tmp_path, "there")
     names = names_of(LONG[: 3 * CHUNK])
@@ -181,39 +168,3 @@ def test_some_prefixes(tool: Tool, source: Path, tmp_path: Path) -> None:
     assert {name: back[name] for name in names} == {
         name: (source / name).read_bytes() for name in names
     }
-
-
-def test_a_tree_with_every_seventh_object_missing(tool: Tool, source: Path, tmp_path: Path) -> None:
-    there = elsewhere(tool, tmp_path, "there")
-    order = names_of(LONG)
-    missing = set(order[6::7])  # of chunks 3 and 6
-    assert {order.index(name) // 2 for name in missing} == {3, 6}
-    for name in missing:
-        (source / name).unlink()
-    tool.copy(source, there)
-    with open_place(tool, there) as shelf:
-        assert [hit(shelf, tokens) for tokens in PROMPTS] == [3, 3, 3]
-        before = {row.name: (row.size, row.mtime) for row in shelf.objects()}
-        store(shelf, LONG)
-        after = {row.name: (row.size, row.mtime) for row in shelf.objects()}
-        assert after.keys() - before.keys() == missing
-        assert {name: after[name] for name in before} == before
-        assert hit(shelf, LONG) == 8
-    assert sorted(tool.copy(there, source)) == sorted(missing)
-    with open_shelf(source) as shelf:
-        assert [hit(shelf, tokens) for tokens in PROMPTS] == [8, 3, 7]
-
-
-def test_a_copy_in_any_order_hits_as_far_as_it_has_come(source: Path, tmp_path: Path) -> None:
-    """Objects arrive in any order; what is found never needs one that is still to come."""
-    names = names_of(LONG)
-    random.Random(0).shuffle(names)
-    there = tmp_path / "there"
-    arrived: set[str] = set()
-    for start in range(0, len(names), 4):
-        Cp().copy_names(source, there, names[start : start + 4], tmp_path)
-        arrived.update(names[start : start + 4])
-        whole = [set(names_of(LONG)[2 * i : 2 * i + 2]) <= arrived for i in range(8)]
-        expected = [*whole, False].index(False)
-        with open_shelf(there) as shelf:
-            assert hit(shelf, LONG) == expected

@@ -18,7 +18,6 @@ from kvshelf.backends import WriteResult, open_backend
 from kvshelf.backends.base import delete_one
 from kvshelf.backends.generic import GenericBackend
 from kvshelf.backends.posix import PosixBackend
-from kvshelf.backends.wrappers import ReadOnlyBackend
 from kvshelf.errors import (
     ConfigError,
     NoSpaceStorageError,
@@ -299,13 +298,6 @@ def test_missing_package_is_named(
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ConfigError, match=f"needs {package}: pip .*{install}"):
         open_backend("s3://bucket/x", storage_options={"client": client})
-
-
-def test_read_only_url() -> None:
-    backend = open_backend("memory://read-only", read_only=True)
-    assert isinstance(backend, ReadOnlyBackend)
-    with pytest.raises(ReadOnlyStorageError):
-        backend.write("x", [b""])
 
 
 def test_folder_in_place_of_an_object(backend: GenericBackend) -> None:

@@ -10,7 +10,6 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -20,11 +19,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from kvshelf import ChunkCache, Shelf
-from kvshelf.backends import Properties, StatResult, open_backend
-from kvshelf.backends.wrappers import WrappedBackend
+from kvshelf import ChunkCache
 from kvshelf.cli.app import app
-from kvshelf.format.objects import ObjectFormat
 from kvshelf.kv.sources import BlobKV
 from kvshelf.shelf.shelf import open_shelf
 from tests.support.filled import CHUNK, namespace, prompt
@@ -186,37 +182,6 @@ def test_deleting_takes_one_more_right(server: S3Server, log: Log) -> None:
     # object is looked at: the listing is seconds old.
     assert [method for method, _ in refused] == ["POST"] * 4
     assert not [place for method, place in asked["--yes"] if method == "HEAD" and "-0of" in place]
-
-
-class Answering(WrappedBackend):
-    """Says of a shelf far away that its first chunks are there, and counts."""
-
-    def __init__(self, root: Path, size: int, chunks: int) -> None:
-        super().__init__(open_backend(root))
-        self._size = size
-        self._chunks = chunks
-        self.probes = 0
-
-    @property
-    def properties(self) -> Properties:
-        return replace(self.inner.properties, probe_cost=10e-3, concurrency=64)
-
-    def stat(self, names: Sequence[str]) -> list[StatResult]:
-        self.probes += len(names)
-        return [self._size if int(n.split("-")[-2]) < self._chunks else None for n in names]
-
-
-@pytest.mark.parametrize("there", [512, 256, 1, 0])
-def test_a_look_up_of_512_chunks_takes_a_hundred_requests(tmp_path: Path, there: int) -> None:
-    fmt = ObjectFormat(namespace(kv_heads=8, shards=8, layer_shapes=["2,*,8,16"] * 2))
-    backend = Answering(tmp_path, fmt.object_size(0), there)
-    with Shelf(backend) as shelf, ChunkCache(shelf, fmt) as cache:
-        assert cache.lookup(prompt(0, 512)) == there * CHUNK
-        assert backend.probes <= 100
-        asked = backend.probes
-        assert cache.lookup(prompt(0, 512)) == there * CHUNK
-        # What is missing may have been stored since.
-        assert backend.probes - asked <= (0 if there == 512 else 48)
 
 
 def test_requests_of_a_look_up_and_a_load(server: S3Server, log: Log) -> None:
