@@ -36,6 +36,7 @@ from tests.support.engines import (
 from tests.support.waiting import PATIENCE
 
 if TYPE_CHECKING:
+    from tests.sim.engine import Start
     from tests.sim.engine_sides import LoneScheduler, LoneWorker, Make
     from tests.vllm.scheduled import ScheduledEngine, World
 
@@ -191,6 +192,23 @@ def backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FaultyStorage:
     monkeypatch.setattr(tiered, "open_shelf", open_shelf)
     connector._logs.clear()
     return backend
+
+
+@pytest.fixture
+def start_model(backend: FaultyStorage) -> Iterator[Start]:
+    """Start engine models on one shelf, which end with the test."""
+    from tests.sim.engine import EngineModel
+
+    engines: list[EngineModel] = []
+
+    def start(**options: Any) -> EngineModel:
+        engines.append(EngineModel(backend.url, **options))
+        return engines[-1]
+
+    yield start
+    backend.heal()
+    for engine in engines:
+        engine.close()
 
 
 @pytest.fixture

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
 from math import gcd
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,8 +28,7 @@ CONTEXTS: list[dict[str, int]] = [
 ]
 
 
-def make_engine(
-    shelf: Path,
+def engine_options(
     form: str = "NHD",
     block_size: int = 16,
     *,
@@ -39,26 +36,21 @@ def make_engine(
     kind: str = "full",
     is_stated: bool = True,
     **options: Any,
-) -> EngineModel:
-    """An engine; unless `is_stated`, vLLM's configuration tells only the most heads of a layer."""
+) -> dict[str, Any]:
+    """The options of an engine whose layers have these heads.
+
+    Unless `is_stated`, vLLM's configuration tells only the most heads of a layer.
+    """
     groups = [Layers(kind, names("attn", len(heads)), block_size, heads)]
     model = {"model_arch_config": stated_heads(heads)} if is_stated else {}
-    options = {"admission": "always", "staging_bytes": 8 << 20} | options
-    return EngineModel(str(shelf), groups, form=form, model=model, **options)
+    given = {"groups": groups, "form": form, "model": model, "admission": "always"}
+    return {**given, "staging_bytes": 8 << 20, **options}
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
-    """Start engines on one shelf, which end with the test."""
-    engines: list[EngineModel] = []
-
-    def start(*place: Any, **options: Any) -> EngineModel:
-        engines.append(make_engine(tmp_path / "shelf", *place, **options))
-        return engines[-1]
-
-    yield start
-    for engine in engines:
-        engine.close()
+def start(start_model: Start) -> Start:
+    """Start engines on one shelf."""
+    return lambda *caches, **options: start_model(**engine_options(*caches, **options))
 
 
 def degrees(heads: tuple[int, ...]) -> list[int]:
@@ -110,13 +102,13 @@ def test_load_from_an_engine_with_other_caches_and_ranks_brings_all_whole_blocks
     tokens, others = prompt(length), prompt(100, seed=8)
     options: dict[str, Any] = {"heads": heads, "chunk_size": chunk_size, "layout": "canonical"}
     with tempfile.TemporaryDirectory() as folder:
-        with make_engine(
-            Path(folder), forms[0], blocks[0], tensor_parallel=degree, budget=budget, **options
-        ) as writer:
+        writing = engine_options(
+            forms[0], blocks[0], tensor_parallel=degree, budget=budget, **options
+        )
+        with EngineModel(folder, **writing) as writer:
             writer.run(tokens)
-        with make_engine(
-            Path(folder), forms[1], blocks[1], interleave=interleave, **parallel, **options
-        ) as reader:
+        loading = engine_options(forms[1], blocks[1], interleave=interleave, **parallel, **options)
+        with EngineModel(folder, **loading) as reader:
             reader.run(others)
             assert reader.format.namespace == writer.format.namespace
             asked = tokens + prompt(longer, seed=9)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
 from contextlib import ExitStack
 from itertools import pairwise
 from pathlib import Path
@@ -54,18 +53,10 @@ def announce(engine: EngineModel) -> EngineModel:
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
-    """Start engines with a drafter on one shelf, which keep no blocks; they end with the test."""
-    engines: list[EngineModel] = []
-
-    def start(**options: Any) -> EngineModel:
-        options = {"runner": "V1 speculative", "drafter": drafter(), **options}
-        engines.append(EngineModel(str(tmp_path / SHELF), prefix_caching=False, **options))
-        return announce(engines[-1])
-
-    yield start
-    for engine in engines:
-        engine.close()
+def start(start_model: Start) -> Start:
+    """Start engines with a drafter on one shelf, which keep no blocks of requests."""
+    defaults = {"runner": "V1 speculative", "drafter": drafter(), "prefix_caching": False}
+    return lambda **options: announce(start_model(**defaults | options))
 
 
 def namespaces(shelf: Path) -> dict[str, int]:

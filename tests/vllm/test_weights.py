@@ -7,7 +7,7 @@ import inspect
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
@@ -36,19 +36,11 @@ from tests.support.waiting import until
 
 
 @pytest.fixture
-def start(backend: FaultyStorage) -> Iterator[Start]:
-    """Start engines on one shelf that keep no blocks of requests; they end with the test."""
-    engines: list[EngineModel] = []
-
-    def start(ranks: int = 1, **options: Any) -> EngineModel:
-        options = {"tensor_parallel": ranks, "prefix_caching": False, **options}
-        engines.append(EngineModel(backend.url, **options))
-        return engines[-1]
-
-    yield start
-    backend.heal()
-    for engine in engines:
-        engine.close()
+def start(start_model: Start) -> Start:
+    """Start engines on one shelf that keep no blocks of requests."""
+    return lambda ranks=1, **options: start_model(
+        **{"tensor_parallel": ranks, "prefix_caching": False, **options}
+    )
 
 
 def begin(engine: EngineModel) -> None:
