@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -316,6 +317,20 @@ def test_files_of_an_adapter_are_hashed_again_only_when_they_change(
     make_adapter(folder, "after, and longer")
     assert engine.run(prompt(20), lora_request=adapter(folder)) == [0]
     assert hashing.count == 4
+
+
+def test_an_adapter_whose_files_only_get_other_times_stays_trusted(
+    start: Start, tmp_path: Path
+) -> None:
+    folder = make_adapter(tmp_path / "a", "a")
+    engine = start(prefix_caching=False)
+    for when in (1, 2):
+        os.utime(folder / "adapter_model.safetensors", (when, when))
+        # As after vLLM has evicted it.
+        engine.worker.adapters.loaded.clear()
+        engine.run(prompt(20, when), lora_request=adapter(folder))
+    for when in (1, 2):
+        assert engine.run(prompt(20, when), lora_request=adapter(folder)) == [16]
 
 
 def test_an_adapter_without_files_is_served_without_the_shelf(
