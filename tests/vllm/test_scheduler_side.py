@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import itertools
 import shutil
 import struct
 import threading
@@ -29,7 +30,7 @@ from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
 
 from kvshelf import assembly
 from kvshelf.config import Config
-from kvshelf.errors import ConfigError, UnsupportedError
+from kvshelf.errors import ConfigError, TransientStorageError, UnsupportedError
 from kvshelf.format.keys import MultimodalItem
 from kvshelf.format.kinds import FULL
 from kvshelf.format.objects import ObjectFormat
@@ -308,6 +309,19 @@ def test_while_the_breaker_of_a_worker_is_open_nothing_is_offered(
     side.step()
     passed = 4.0
     assert side.ask(Request("u", prompt(40))) == 36
+
+
+def test_requests_are_not_looked_up_while_the_breaker_of_the_scheduler_is_open(
+    side: LoneScheduler,
+) -> None:
+    side.faults.add(Fault("*", error=lambda: TransientStorageError(5, "EIO")))
+    numbers = itertools.count()
+    until(
+        lambda: side.ask(Request(f"{next(numbers)}", prompt(40))) == 0 and not side.shelf.available
+    )
+    skipped = side.side.counters.snapshot().get("skipped_lookups", 0)
+    assert side.ask(Request("r", prompt(40))) == 0
+    assert side.side.counters.snapshot()["skipped_lookups"] == skipped + 1
 
 
 def test_a_look_up_that_hangs_is_made_again_for_the_keys(make: Make) -> None:
