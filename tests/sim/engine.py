@@ -9,7 +9,8 @@ computed with.
 The forward pass compares all KV that the step reads, in every rank and layer. When a load has
 ended, the engine compares what its next token reads of it. When the engine ends, every block has
 been given back. So "it ran" means "no wrong KV was loaded, and none was used". A group of kind
-"ring" has one block a request, which tokens overwrite in turn: its content is not compared.
+"ring" has one block a request, which tokens overwrite in turn. What drafts and states are is told
+in :mod:`tests.sim.engine_states`.
 
 A drafter's layer has KV of its own. Where the drafter reads wrong KV, what it writes is wrong too,
 and the engine goes on: no answer depends on it. What a load says to have brought of it is compared.
@@ -19,13 +20,14 @@ from __future__ import annotations
 
 import hashlib
 import pickle  # noqa: TID251 - as vLLM does between its processes
+import sys
 import time
 import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import groupby
+from itertools import groupby, product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple, TypeAlias
@@ -49,6 +51,8 @@ from tests.sim.engine_caches import (
     scheduler_config,
     transfer_config,
 )
+from tests.sim.engine_sides import lookup_of
+from tests.sim.engine_states import Move, Progress, StateCaches, Work
 from tests.sim.runtime import Simulation
 from tests.support.waiting import PATIENCE, while_patient
 
@@ -68,7 +72,7 @@ with warnings.catch_warnings():
     )
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
     from vllm.v1.core.sched.scheduler import Scheduler
-    from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+    from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
     from vllm.v1.request import Request, RequestStatus
 
     from kvshelf.vllm.connector import SharedStorageConnector
@@ -101,6 +105,8 @@ RUNNERS = ["V1", "V1 speculative", "V2", "V1 on a device", DRAFTING]
 DRAFT_LAYER = "model.layers.9.attn"
 #: Simulated time that a step takes.
 STEP_SECONDS = 0.002
+#: Layers with rings compress so many tokens into one.
+COMPRESSED = 4
 
 #: The weights and the content of the adapter with which KV is computed.
 Variant: TypeAlias = tuple[float, str]
@@ -135,8 +141,19 @@ class Text:
         self.digests = digests
         self._streams: dict[tuple[str, Origin, int], Tensor] = {}
 
-    def kv(self, origin: Origin, start: int, end: int, layer: str, heads: int) -> Tensor:
-        """KV of tokens in a layer: bfloat16 ``[kv_planes, tokens, heads, size]``."""
+    def kv(
+        self,
+        origin: Origin,
+        start: int,
+        end: int,
+        layer: str,
+        heads: int,
+        right_end: int = sys.maxsize,
+    ) -> Tensor:
+        """KV of tokens in a layer: bfloat16 ``[kv_planes, tokens, heads, size]``.
+
+        From the token `right_end` on it is noise.
+        """
         key = layer, origin, heads
         if key not in self._streams:
             name = f"{layer} {origin}".encode()
@@ -148,7 +165,31 @@ class Text:
             values = np.frombuffer(stream, np.uint16) & 0xBFFF
             rows = torch.from_numpy(values.view(np.int16).copy()).view(torch.bfloat16)
             self._streams[key] = rows.view(-1, 2, heads, SIZE).movedim(1, 0)
-        return self._streams[key][:, start:end]
+        values = self._streams[key][:, start : min(end, right_end)]
+        if values.shape[1] == end - start:
+            return values
+        noise = values.new_full((2, end - start - values.shape[1], heads, SIZE), 9.0)
+        return torch.cat((values, noise), 1)
+
+    def row(
+        self, origin: Origin, position: int, layer: str, count: int, right_end: int = sys.maxsize
+    ) -> bytes:
+        """What a token leaves in the part of a state that the last tokens have."""
+        if position < 0:
+            return bytes(count)
+        if position >= right_end:
+            return bytes([9]) * count
+        name = f"row of {layer} {origin}".encode()
+        return hashlib.shake_128(name + self.digests[position + 1]).digest(count)
+
+    def rest(
+        self, origin: Origin, length: int, part: str, count: int, right_end: int = sys.maxsize
+    ) -> bytes:
+        """The part of a state that so many tokens have."""
+        if length > right_end:
+            return bytes([9]) * count
+        name = f"state of {part} {origin}".encode()
+        return hashlib.shake_128(name + self.digests[length]).digest(count)
 
 
 class Weights(torch.nn.Module):
@@ -227,6 +268,7 @@ class Rank:
     ) -> None:
         self.config, self.paged, self.number, self.device = config, caches, number, device
         self.place = place
+        self.states = StateCaches(caches, self.enqueue)
         self.model = Weights(number)
         kind: Any = type("OnADevice", (SharedStorageConnector,), {"_streams_of": lambda *_: device})
         self.connector = kind(config, KVConnectorRole.WORKER, caches.config)
@@ -451,6 +493,11 @@ class ScheduledRequests:
     def abort(self, name: str) -> None:
         self.scheduler.finish_requests([name], RequestStatus.FINISHED_ABORTED)
 
+    def wait_for_lookup(self, name: str) -> None:
+        """Wait until the lookup of a request is done."""
+        lookup = lookup_of(self.side, name)
+        assert lookup is not None and lookup.wait(PATIENCE)
+
     @property
     def names(self) -> list[str]:
         """The requests that have not ended, or keep blocks."""
@@ -548,7 +595,13 @@ class EngineModel(ScheduledRequests):
     lora : dict
         What the connector reads of a ``LoRAConfig``.
     drafter : SpeculativeConfig, optional
-        The engine has a drafter with one layer, which is in the last group. It proposes no tokens.
+        The engine has a drafter with one layer, which is in the last group of full attention.
+    drafts : int
+        What it proposes in each step; some of it is wrong.
+    data_parallel : int
+        vLLM's option.
+    retention : int, optional
+        vLLM's ``prefix_cache_retention_interval``.
     room : int, optional
         The most tokens of a step as workers see it, by which they size their buffers on a device;
         default: `budget`.
@@ -582,6 +635,9 @@ class EngineModel(ScheduledRequests):
         interleave: int = 1,
         lora: Mapping[str, Any] | None = None,
         drafter: Any = None,
+        drafts: int = 0,
+        data_parallel: int = 1,
+        retention: int | None = None,
         room: int | None = None,
         seed: int = 0,
         role: str = "kv_both",
@@ -589,10 +645,15 @@ class EngineModel(ScheduledRequests):
         model: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
+        groups = [replace(one, drafted=drafts) if one.is_state else one for one in groups]
+        self._state_groups = [number for number, one in enumerate(groups) if one.is_state]
+        self._draft_group = 0
         if drafter is not None:
-            groups = [*groups[:-1], replace(groups[-1], drafts=(DRAFT_LAYER,))]
+            full = [n for n, one in enumerate(groups) if one.kind in ("full", "latent")]
+            self._draft_group = full[-1]
+            groups[full[-1]] = replace(groups[full[-1]], drafts=(DRAFT_LAYER,))
         self.groups = groups
-        self.drafter = drafter
+        self.drafter, self.drafts = drafter, drafts
         self.runner = _ORDERS[runner.partition(" on ")[0]]
         assert drafter is None or "draft" in self.runner.calls
         #: The device that runs what the engine enqueues, if it is apart from the host.
@@ -624,6 +685,7 @@ class EngineModel(ScheduledRequests):
             "prefill_context_parallel_size": prefill_context,
             "decode_context_parallel_size": decode_context,
             "cp_kv_cache_interleave_size": interleave,
+            "data_parallel_size": data_parallel,
         }.items():
             setattr(self.config.parallel_config, name, value)
         self.ranks = []
@@ -640,7 +702,9 @@ class EngineModel(ScheduledRequests):
             self.ranks.append(Rank(config, caches, number, self.device, shared))
         # As vLLM's engine core does: where layers of a group differ, the scheduler sees one spec.
         merged = generate_scheduler_kv_cache_config([self.ranks[0].paged.config])
+        merged.prefix_cache_retention_interval = retention
         super().__init__(self.config, merged)
+        self._progress = Progress(groups, drafts, asynchronous=asynchronous, seed=seed)
         self._aggregator = KVOutputAggregator(ranks)
         self.adapters: dict[str, Any] = {}
         #: For each block, how the KV of each of its tokens came about.
@@ -775,59 +839,53 @@ class EngineModel(ScheduledRequests):
         self._note_loads(meta)
         get_blocks = self.scheduler.kv_cache_manager.get_block_ids
         tables = {name: get_blocks(name) for name in output.num_scheduled_tokens}
-        computed = self._computed(output)
+        works = self._progress.plan(output, self.texts, self.known)
         for copy in output.kv_cache_block_copies or ():
             self._origins[copy.dst_block_id] = list(self._origins[copy.src_block_id])
         for name in output.num_scheduled_tokens:
             for rank in self.ranks:
                 rank.adapters.use(self.adapters[name])
-        origins = {}
-        for name, start, end in computed:
+        states: dict[str, Mapping[int, Origin]] = {}
+        origins: dict[str, Origin] = {}
+        for work in works:
             # A request may read what one before it computes in the same step.
-            origins[name] = self._new_origin(name, tables[name], start)
-            self._set_origins(tables[name], start, end, origins[name])
+            table, name = tables[work.name], work.name
+            self._move_origins(table, work.enters)
+            states[name] = self._state_origins(table, work)
+            origins[name] = self._new_origin(table, work, states[name])
+            self._set_origins(table, work.start, work.right_end, origins[name])
+            columns = range(work.column, work.column + work.end - work.running + 1)
+            self._set_state_origins(table, columns, origins[name])
 
         def forward(rank: Rank) -> None:
-            if self.forward_error is not None and computed:
+            if self.forward_error is not None and works:
                 raise self.forward_error
-            for name, start, end in computed:
-                kv = partial(self.texts[name].kv, origins[name], start, end)
-                wrong = partial(self.texts[name].kv, NO_DRAFTS, start, end)
-                for group, table in enumerate(tables[name]):
-                    rank.write(table, group, start, kv)
-                    rank.write(table, group, start, wrong, drafts=True)
-            for name, start, _ in computed:
-                self._compare(rank, name, tables[name], 0, start)
+            for work in works:
+                name = work.name
+                self._compute(rank, work, tables[name], origins[name], states[name])
+            for work in works:
+                self._compare(rank, work.name, tables[work.name], 0, work.start)
             rank.check_null_block()
 
         def draft(rank: Rank) -> None:
-            for name, start, end in computed if self._drafts(computed) else ():
-                self._draft(rank, name, tables[name], (start, end), origins[name])
+            for work in works:
+                self._move_states(rank, tables[work.name], work.leaves)
+            for work in works if self._drafts(works) else ():
+                self._draft(rank, work, tables[work.name], origins[work.name])
 
         results = []
         for rank in self.ranks:
-            self._fill_new_blocks(rank, output, computed, tables)
+            self._fill_new_blocks(rank, output, works, tables)
             compute = partial(forward, rank), partial(draft, rank)
             results.append(self._execute(rank, output, meta, *compute))
-        self.written += computed
+        for work in works:
+            self._move_origins(tables[work.name], work.leaves)
+            self.written.append((work.name, work.start, work.end))
         if Simulation.current is not None:
             # Other threads run in the time that a model needs.
             time.sleep(STEP_SECONDS)
-        self._collect(output, results)
+        self._collect(output, works, results)
         return meta
-
-    def _computed(self, output: Any) -> list[tuple[str, int, int]]:
-        """The tokens of each request that a step computes."""
-        cached = output.scheduled_cached_reqs
-        begins = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
-        begins.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-        # vLLM pads requests that compute one token with drafts, of which there are none.
-        drafts = output.scheduled_spec_decode_tokens
-        counts = {
-            name: count - len(drafts.get(name, ()))
-            for name, count in output.num_scheduled_tokens.items()
-        }
-        return [(name, begins[name], begins[name] + count) for name, count in counts.items()]
 
     def _execute(
         self,
@@ -879,14 +937,16 @@ class EngineModel(ScheduledRequests):
             self.output.recorded = 1
             self.device.put(self.device.engine, ("record", (self.output, 1)))
 
-    def _collect(self, output: Any, results: Sequence[KVConnectorOutput]) -> None:
+    def _collect(
+        self, output: Any, works: Sequence[Work], results: Sequence[KVConnectorOutput]
+    ) -> None:
         """Give vLLM's scheduler the results of a step, or of the one before it."""
-        names = list(output.num_scheduled_tokens)
+        names = [work.name for work in works]
         outputs: list[ModelRunnerOutput | None] = [
             ModelRunnerOutput(
                 req_ids=names,
                 req_id_to_index={name: i for i, name in enumerate(names)},
-                sampled_token_ids=self._sample(output),
+                sampled_token_ids=[work.sampled for work in works],
                 kv_connector_output=result,
             )
             for result in results
@@ -901,20 +961,16 @@ class EngineModel(ScheduledRequests):
         connector_output.kv_connector_worker_meta = first
         self.results.append((output, answer))
         while len(self.results) > (self.asynchronous and output.total_num_scheduled_tokens > 0):
-            self.take_result()
+            answer = self.take_result()
+            if self.drafts and not self.asynchronous:
+                guesses = self._progress.guesses
+                names = [name for name in answer.req_ids if name in guesses]
+                drafts = DraftTokenIds(names, [guesses[name] for name in names])
+                self.scheduler.update_draft_token_ids(drafts)
         for other in others:
             self.connector.update_connector_output(
                 KVConnectorOutput(kv_connector_worker_meta=other)
             )
-
-    def _sample(self, output: Any) -> list[list[int]]:
-        """The next token of each request whose tokens are all computed."""
-        sampled = []
-        for name, _, end in self._computed(output):
-            text = self.texts[name]
-            says = end >= self.known(name)
-            sampled.append([(text.tokens[end:] or [0])[0]] if says else [])
-        return sampled
 
     # Contents
 
@@ -928,38 +984,78 @@ class EngineModel(ScheduledRequests):
         self._begun = [op for op in meta.loads if op.number not in self.loads]
         for op in self._begun:
             self.loads[op.number] = op
-            self._set_origins(op.block_ids, op.start, op.end, (self._variant(op.request_id),))
+            origin = (self._variant(op.request_id),)
+            self._set_origins(op.block_ids, op.start, op.end, origin)
+            self._set_state_origins(op.block_ids, self._last_column(op), origin)
 
     def _set_origins(
         self, tables: Sequence[list[int]], start: int, end: int, origin: Origin
     ) -> None:
         for group, table in enumerate(tables):
-            unit = self.unit[group]
-            for number in range(start // unit, -(-end // unit)):
+            layers, unit = self.groups[group], self.unit[group]
+            if layers.kind == "ring":
+                origins = self._origins_of(table[0], unit)
+                for token in range(max(start, end - unit), end):
+                    origins[token % unit] = origin
+                continue
+            for number in () if layers.is_state else range(start // unit, -(-end // unit)):
                 # An error may have kept the connector from learning of blocks.
-                if self.groups[group].kind == "ring" or not table[number : number + 1]:
+                if not table[number : number + 1]:
                     continue
-                if len(self._origins.get(table[number], ())) != unit:
-                    # The block is new, or was another group's.
-                    self._origins[table[number]] = [()] * unit
-                origins = self._origins[table[number]]
+                origins = self._origins_of(table[number], unit)
                 first, last = max(0, start - number * unit), min(unit, end - number * unit)
                 origins[first:last] = [origin] * (last - first)
 
-    def _new_origin(self, name: str, tables: Sequence[list[int]], start: int) -> Origin:
-        """Return the origin of KV that is computed now, after the first `start` tokens."""
+    def _origins_of(self, block: int, unit: int) -> list[Origin]:
+        """The origins of the tokens of a block, which may be new or another group's."""
+        if len(self._origins.get(block, ())) != unit:
+            self._origins[block] = [()] * unit
+        return self._origins[block]
+
+    def _set_state_origins(
+        self, tables: Sequence[list[int]], columns: Sequence[int], origin: Origin
+    ) -> None:
+        for group in self._state_groups:
+            for column in columns:
+                self._origins[tables[group][column]] = [origin]
+
+    def _move_origins(self, tables: Sequence[list[int]], move: Move | None) -> None:
+        for group in self._state_groups if move else ():
+            table = tables[group]
+            self._origins[table[move.target]] = self._origins[table[move.source + move.ahead]]
+
+    def _state_origins(self, tables: Sequence[list[int]], work: Work) -> dict[int, Origin]:
+        """Return the origins of the states with which a step begins, by group."""
+        groups = self._state_groups if work.start else ()
+        return {
+            group: self._origins[tables[group][work.column + work.ahead]][0] for group in groups
+        }
+
+    def _last_column(self, op: LoadOp) -> list[int]:
+        """The column of the states of a load, if there are states."""
+        return [op.end // self.unit[group] - 1 for group in self._state_groups[:1]]
+
+    def _new_origin(
+        self, tables: Sequence[list[int]], work: Work, states: Mapping[int, Origin]
+    ) -> Origin:
+        """Return the origin of what a step computes."""
         origin: Origin = ()
         for group, table in enumerate(tables):
-            for before, _ in groupby(self._history(group, table, start)):
+            history = [states[group]] if group in states else []
+            if not self.groups[group].is_state:
+                history = self._history(group, table, work.start)
+            for before, _ in groupby(history):
                 origin = before if before[: len(origin)] == origin else (*origin, *before)
-        variant = self._variant(name)
+        variant = self._variant(work.name)
         return origin if origin[-1:] == (variant,) else (*origin, variant)
 
     def _history(self, group: int, table: Sequence[int], end: int) -> list[Origin]:
         """Return the origin of the KV of each token before `end` in a group."""
         unit, history = self.unit[group], list[Origin]()
         if self.groups[group].kind == "ring":
-            return history
+            first = self._first_read(group, end)
+            origins = [self._origins[table[0]][token % unit] for token in range(first, end)]
+            return [()] * first + origins
         for block in table[: -(-end // unit)]:
             history += [()] * unit if block == NULL_BLOCK else self._origins[block]
         return history[:end]
@@ -967,23 +1063,64 @@ class EngineModel(ScheduledRequests):
     def _first_read(self, group: int, start: int) -> int:
         """The first token that a token at `start` attends to."""
         layers = self.groups[group]
+        if layers.kind == "ring":
+            return start - start % COMPRESSED
         if layers.kind == "local":
             return start - start % (2 * layers.block_size)
         if layers.kind == "window":
             return max(0, start - layers.window + 1)
         return 0
 
+    def _compute(
+        self,
+        rank: Rank,
+        work: Work,
+        tables: Sequence[list[int]],
+        origin: Origin,
+        states: Mapping[int, Origin],
+    ) -> None:
+        """Have a rank compute tokens of a request, whose states and rings must be right."""
+        text, start, end = self.texts[work.name], work.start, work.end
+        self._move_states(rank, tables, work.enters)
+        for group, origin_of_state in states.items():
+            place = tables[group], (work.column, work.ahead)
+            what = f"state of {start} tokens of {work.name}, group {group}, rank {rank.number}"
+            rank.states.compare(group, *place, text, origin_of_state, start, what)
+        for group, table in enumerate(tables):
+            if self.groups[group].is_state:
+                rank.states.write(group, table, work, text, origin)
+                continue
+            first = start
+            if self.groups[group].kind == "ring":
+                self._compare_group(rank, work.name, group, table, 0, start)
+                first = max(start, end - self.unit[group])
+            tokens = {"right_end": work.right_end}
+            rank.write(table, group, first, partial(text.kv, origin, first, end, **tokens))
+            wrong = partial(text.kv, NO_DRAFTS, first, end, **tokens)
+            rank.write(table, group, first, wrong, drafts=True)
+
+    def _move_states(self, rank: Rank, tables: Sequence[list[int]], move: Move | None) -> None:
+        for group in self._state_groups if move else ():
+            rank.states.move(group, tables[group], move)
+
     def _compare(
         self, rank: Rank, name: str, tables: Sequence[list[int]], start: int, end: int
     ) -> None:
         """Fail unless a rank has the KV of the tokens before `end` that one at `end` reads."""
-        text = self.texts[name]
         for group, table in enumerate(tables):
-            first, unit = max(start, self._first_read(group, end)), self.unit[group]
-            assert all(table[first // unit : -(-end // unit)]), "a block is not there"
-            for origin, token, last in self._origin_runs(group, table, first, end):
-                what = f"tokens {token} to {last} of {name}, group {group}, rank {rank.number}"
-                rank.compare(table, group, token, partial(text.kv, origin, token, last), what)
+            layers = self.groups[group]
+            if layers.kind != "ring" and not layers.is_state:
+                unit, first = self.unit[group], max(start, self._first_read(group, end))
+                assert all(table[first // unit : -(-end // unit)]), "a block is not there"
+                self._compare_group(rank, name, group, table, start, end)
+
+    def _compare_group(
+        self, rank: Rank, name: str, group: int, table: Sequence[int], start: int, end: int
+    ) -> None:
+        first, text = max(start, self._first_read(group, end)), self.texts[name]
+        for origin, token, last in self._origin_runs(group, table, first, end):
+            what = f"tokens {token} to {last} of {name}, group {group}, rank {rank.number}"
+            rank.compare(table, group, token, partial(text.kv, origin, token, last), what)
 
     def _origin_runs(
         self, group: int, table: Sequence[int], start: int, end: int
@@ -994,58 +1131,53 @@ class EngineModel(ScheduledRequests):
             token, last = last, last + len(list(run))
             yield origin, token, last
 
-    def _drafts(self, computed: Sequence[tuple[str, int, int]]) -> bool:
+    def _drafts(self, works: Sequence[Work]) -> bool:
         """Whether the drafter runs in a step: not where drafts would exceed its longest prompt."""
         if self.drafter is None or self.drafter.draft_model_config is None:
             return False
         longest = (
             self.drafter.draft_model_config.max_model_len - self.drafter.num_speculative_tokens
         )
-        return max((end for _, _, end in computed), default=0) <= longest
+        return max((work.running for work in works), default=0) <= longest
 
-    def _draft(
-        self,
-        rank: Rank,
-        name: str,
-        tables: Sequence[list[int]],
-        tokens: tuple[int, int],
-        origin: Origin,
-    ) -> None:
+    def _draft(self, rank: Rank, work: Work, tables: Sequence[list[int]], origin: Origin) -> None:
         """Have the drafter compute some tokens: of no use where it has not right KV before them."""
-        group, table, text = len(tables) - 1, tables[-1], self.texts[name]
-        start, end = tokens
-        wrong = partial(text.kv, NO_DRAFTS, start, end)
+        group, table, text = self._draft_group, tables[self._draft_group], self.texts[work.name]
+        tokens = {"right_end": work.right_end}
+        wrong = partial(text.kv, NO_DRAFTS, work.start, work.end, **tokens)
 
         def check(*place: Any) -> None:
             if not _has(*place):
-                self.misled.add(name)
-                for _, impl, cache, *content in rank.places(
-                    table, group, start, wrong, drafts=True
-                ):
+                self.misled.add(work.name)
+                places = rank.places(table, group, work.start, wrong, drafts=True)
+                for _, impl, cache, *content in places:
                     impl.put(cache, *content)
 
-        rank.write(table, group, start, partial(text.kv, origin, start, end), drafts=True)
-        for before, token, last in self._origin_runs(group, table, 0, start):
+        right = partial(text.kv, origin, work.start, work.end, **tokens)
+        rank.write(table, group, work.start, right, drafts=True)
+        for before, token, last in self._origin_runs(group, table, 0, work.start):
             kv = partial(text.kv, before, token, last)
             for _, *place in rank.places(table, group, token, kv, drafts=True):
                 rank.enqueue(check, *place)
 
     def _check_loaded_drafts(self, rank: Rank, op: LoadOp, facts: Sequence[Facts]) -> None:
         """Compare what a load has brought of the drafter's KV: all that it does not deny."""
+        if self.drafter is None:
+            return
         denied = [
             token for told in facts for name, token in told.without_drafts if name == op.request_id
         ]
-        group, text = len(op.block_ids) - 1, self.texts[op.request_id]
-        end = min([op.end if op.drafts else op.start, *denied])
-        for origin, token, last in self._origin_runs(group, op.block_ids[-1], op.start, end):
+        group, text = self._draft_group, self.texts[op.request_id]
+        table, end = op.block_ids[group], min([op.end if op.drafts else op.start, *denied])
+        for origin, token, last in self._origin_runs(group, table, op.start, end):
             kv, what = partial(text.kv, origin, token, last), f"drafts of {op.request_id}"
-            rank.compare(op.block_ids[-1], group, token, kv, what, drafts=True)
+            rank.compare(table, group, token, kv, what, drafts=True)
 
     def _fill_new_blocks(
         self,
         rank: Rank,
         output: Any,
-        computed: Sequence[tuple[str, int, int]],
+        works: Sequence[Work],
         tables: Mapping[str, tuple[list[int], ...]],
     ) -> None:
         """Copy blocks before the step begins, as runners do.
@@ -1059,9 +1191,10 @@ class EngineModel(ScheduledRequests):
                 rank.enqueue(rank.paged.block(layer, copy.dst_block_id).copy_, source)
         if rank.device is None:
             return
-        for name, start, end in computed:
-            for table, unit in zip(tables[name], self.unit, strict=True):
-                for block in table[-(-start // unit) : -(-end // unit)]:
+        for work in works:
+            for group, (table, unit) in enumerate(zip(tables[work.name], self.unit, strict=True)):
+                blocks = table[-(-work.start // unit) : -(-work.end // unit)]
+                for block in () if group in self._state_groups else blocks:
                     for layer in rank.caches:
                         rank.enqueue(rank.paged.block(layer, block).zero_)
         for op in self._begun:
@@ -1082,6 +1215,12 @@ class EngineModel(ScheduledRequests):
                 continue
             if self.is_loading(name):
                 self._compare(rank, name, op.block_ids, op.start, op.end)
+                for group, column in product(self._state_groups, self._last_column(op)):
+                    table, what = op.block_ids[group], f"loaded state of {name}, group {group}"
+                    origin = self._origins[table[column]][0]
+                    place = table, (column, 0)
+                    text = self.texts[name]
+                    rank.states.compare(group, *place, text, origin, op.end, what)
                 meta = result.kv_connector_worker_meta
                 facts = () if meta is None else meta.facts.get(rank.number, ())
                 self._check_loaded_drafts(rank, op, [told for _, told in facts])

@@ -47,6 +47,9 @@ with warnings.catch_warnings():
         UniformTypeKVCacheSpecs,
     )
 
+# Tensors here are small: threads of torch would cost more than they save.
+torch.set_num_threads(1)
+
 #: KV heads of a plain model, elements of a head, and layers.
 HEADS, SIZE, LAYERS = 2, 16, 2
 #: Heads of keys and of values of a gated delta net, and the elements of each.
@@ -349,6 +352,16 @@ class Layers:
         """Tokens that a token attends to; −1 for all."""
         return (self.reach or self.block_size + 4) if self.kind == "window" else -1
 
+    @property
+    def is_state(self) -> bool:
+        """Whether its layers are recurrent."""
+        return self.kind not in ("full", "window", "local", "ring", "latent")
+
+    @property
+    def rows(self) -> int:
+        """The last tokens of which the first part of a state has a row each."""
+        return {"GDN_ATTN": 3, "SHORT_CONV": 2}.get(self.kind, 0)
+
     def heads_of(self, index: int) -> int:
         """The KV heads of a layer on all ranks."""
         return self.heads[index % len(self.heads)]
@@ -380,7 +393,7 @@ class Layers:
                 max_tp_shards=1,
             )
         shapes, dtypes = _state(self.kind, ranks)
-        if self.drafted:
+        if self.drafted and self.rows:
             tokens, channels = shapes[0]
             shapes = ((tokens + self.drafted, channels), *shapes[1:])
         return MambaSpec(
