@@ -36,7 +36,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvshelf import costs
 from kvshelf.format.keys import Chunk, KeyChain
+from kvshelf.format.kinds import FULL, Kind
+from kvshelf.format.names import object_name
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.metrics import Counters
 from tests.native.simulated_device import SimulatedEvent, SimulatedStreams
@@ -51,9 +54,10 @@ from tests.sim.engine_caches import (
     scheduler_config,
     transfer_config,
 )
-from tests.sim.engine_sides import lookup_of
+from tests.sim.engine_sides import is_settled, lookup_of
 from tests.sim.engine_states import Move, Progress, StateCaches, Work
 from tests.sim.runtime import Simulation
+from tests.sim.storage import posix
 from tests.support.waiting import PATIENCE, while_patient
 
 with warnings.catch_warnings():
@@ -538,6 +542,14 @@ class ScheduledRequests:
             text = self.texts[name]
             assert tokens == text.tokens[text.prompt :][: len(tokens)]
 
+    def settle(self) -> None:
+        """Step until there can be hits: the namespace is known, and the weights were compared."""
+        for _ in while_patient():
+            if is_settled(self.side):
+                return
+            self.step()
+        raise AssertionError("the workers do not agree")
+
     def end(self) -> None:
         """Abort what is left, and step until every block has been given back."""
         for name in self.names:
@@ -648,11 +660,11 @@ class EngineModel(ScheduledRequests):
         groups = [replace(one, drafted=drafts) if one.is_state else one for one in groups]
         self._state_groups = [number for number, one in enumerate(groups) if one.is_state]
         self._draft_group = 0
-        if drafter is not None:
+        if drafter is not None and drafter.method == "mtp":
             full = [n for n, one in enumerate(groups) if one.kind in ("full", "latent")]
             self._draft_group = full[-1]
             groups[full[-1]] = replace(groups[full[-1]], drafts=(DRAFT_LAYER,))
-        self.groups = groups
+        self.groups, self.folder = groups, Path(shelf)
         self.drafter, self.drafts = drafter, drafts
         self.runner = _ORDERS[runner.partition(" on ")[0]]
         assert drafter is None or "draft" in self.runner.calls
@@ -714,6 +726,8 @@ class EngineModel(ScheduledRequests):
         self._begun: list[LoadOp] = []
         #: Requests of which a load failed.
         self.failed: set[str] = set()
+        #: Up to which token a load has brought KV of the drafter, by request.
+        self.loaded_drafts: dict[str, int] = {}
         #: Requests of which the drafter has read KV that does not belong to their prefix.
         self.misled: set[str] = set()
         #: Tokens that each step computed of each request.
@@ -767,6 +781,34 @@ class EngineModel(ScheduledRequests):
     def forget(self) -> None:
         """Forget vLLM's cached prefixes. No request may have blocks. kvshelf learns nothing."""
         assert self.scheduler.kv_cache_manager.reset_prefix_cache()
+
+    # The shelf
+
+    def objects_of(self, chunk: Chunk, kind: Kind = FULL) -> list[Path]:
+        """The paths of the objects of a chunk."""
+        of_kind, folder = self.format.of(kind), self.folder / self.format.namespace.folder
+        shards = range(of_kind.shards)
+        return [folder / object_name(chunk, shard, of_kind.shards, kind) for shard in shards]
+
+    def has_stored(self, chunk: Chunk, kind: Kind = FULL) -> bool:
+        return all(path.exists() for path in self.objects_of(chunk, kind))
+
+    def take(self, chunk: Chunk, kind: Kind = FULL) -> dict[Path, bytes]:
+        """Take a chunk off the shelf; return its objects."""
+        objects = {path: path.read_bytes() for path in self.objects_of(chunk, kind)}
+        for path in objects:
+            path.unlink()
+        return objects
+
+    def put(self, objects: Mapping[Path, bytes]) -> None:
+        """Put objects on the shelf."""
+        for path, content in objects.items():
+            posix(self.folder).write(str(path.relative_to(self.folder)), [content])
+
+    @property
+    def stored(self) -> list[tuple[Kind, int]]:
+        """The kind and the index of all chunks that steps had workers store."""
+        return [(op.kind, op.chunk.index) for meta in self.metas for op in meta.stores]
 
     # What tests ask
 
@@ -885,7 +927,23 @@ class EngineModel(ScheduledRequests):
             # Other threads run in the time that a model needs.
             time.sleep(STEP_SECONDS)
         self._collect(output, works, results)
+        self._check_sums()
         return meta
+
+    def _check_sums(self) -> None:
+        """Compare what the admission counts as running with what vLLM knows of all requests."""
+        states, admission = self.side.requests.values(), self.side.admission
+        if admission.always:
+            return
+        lengths = [
+            (state.request.num_computed_tokens, state.request.num_prompt_tokens)
+            for state in states
+            if not state.loading
+        ]
+        remaining = [costs.work(start, end) for start, end in lengths if 0 < start < end]
+        assert admission._computing.totals == tuple(map(sum, zip((0, 0), *remaining, strict=True)))
+        assert len(admission._running) == sum(state.loading for state in states)
+        assert len(admission._running) > 0 or not any(admission._running.totals)
 
     def _execute(
         self,
@@ -1039,13 +1097,14 @@ class EngineModel(ScheduledRequests):
         self, tables: Sequence[list[int]], work: Work, states: Mapping[int, Origin]
     ) -> Origin:
         """Return the origin of what a step computes."""
-        origin: Origin = ()
+        history = dict.fromkeys(states.values())
         for group, table in enumerate(tables):
-            history = [states[group]] if group in states else []
             if not self.groups[group].is_state:
-                history = self._history(group, table, work.start)
-            for before, _ in groupby(history):
-                origin = before if before[: len(origin)] == origin else (*origin, *before)
+                history |= dict.fromkeys(self._history(group, table, work.start))
+        origin: Origin = max(history, key=len, default=())
+        if any(before != origin[: len(before)] for before in history):
+            # Tuples of all that was read would grow with each token.
+            origin = ((0.0, hashlib.sha256(repr([*history]).encode()).hexdigest()),)
         variant = self._variant(work.name)
         return origin if origin[-1:] == (variant,) else (*origin, variant)
 
@@ -1066,7 +1125,7 @@ class EngineModel(ScheduledRequests):
         if layers.kind == "ring":
             return start - start % COMPRESSED
         if layers.kind == "local":
-            return start - start % (2 * layers.block_size)
+            return start - start % layers.part
         if layers.kind == "window":
             return max(0, start - layers.window + 1)
         return 0
@@ -1169,6 +1228,7 @@ class EngineModel(ScheduledRequests):
         ]
         group, text = self._draft_group, self.texts[op.request_id]
         table, end = op.block_ids[group], min([op.end if op.drafts else op.start, *denied])
+        self.loaded_drafts[op.request_id] = end
         for origin, token, last in self._origin_runs(group, table, op.start, end):
             kv, what = partial(text.kv, origin, token, last), f"drafts of {op.request_id}"
             rank.compare(table, group, token, kv, what, drafts=True)

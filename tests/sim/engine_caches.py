@@ -147,8 +147,15 @@ def drafter(drafts: int = 3, **options: Any) -> SimpleNamespace:
         "use_dspark": lambda: False,
         "use_dflash": lambda: False,
         "use_multi_module_mtp": lambda: False,
+        "uses_draft_model": lambda: False,
     }
-    return speculation("mtp", **values | options)
+    return speculation(**{"method": "mtp"} | values | options)
+
+
+def guesser(drafts: int) -> SimpleNamespace:
+    """What vLLM's scheduler reads of a method without KV."""
+    never = {"use_eagle": lambda: False, "use_eagle_block_drop": lambda: False}
+    return drafter(drafts, method="ngram", draft_model_config=None, **never)
 
 
 def transfer_config(shelf: str, role: str = "kv_both", **options: Any) -> SimpleNamespace:
@@ -336,7 +343,8 @@ class Layers:
     drafted : int
         States have room for so many drafts.
     reach : int
-        Tokens that a window has; 4 more than a block where it is 0.
+        Tokens that a window has, or a part of local attention; where it is 0, 4 more than a block,
+        or two blocks.
     """
 
     kind: str
@@ -351,6 +359,11 @@ class Layers:
     def window(self) -> int:
         """Tokens that a token attends to; −1 for all."""
         return (self.reach or self.block_size + 4) if self.kind == "window" else -1
+
+    @property
+    def part(self) -> int:
+        """Tokens of a part within which tokens attend to each other, of kind local."""
+        return self.reach or 2 * self.block_size
 
     @property
     def is_state(self) -> bool:
@@ -378,7 +391,7 @@ class Layers:
         if self.kind == "full":
             return FullAttentionSpec(**common)
         if self.kind == "local":
-            return ChunkedLocalAttentionSpec(**common, attention_chunk_size=2 * self.block_size)
+            return ChunkedLocalAttentionSpec(**common, attention_chunk_size=self.part)
         if self.kind == "window":
             return SlidingWindowSpec(**common, sliding_window=self.window)
         if self.kind == "ring":
@@ -464,6 +477,41 @@ MODELS: Mapping[str, tuple[Layers, ...]] = {
         Layers("window", names("attn", 2, 0, 3), 16),
         Layers("window", names("attn", 2, 1, 3)),
     ),
+}
+
+
+def model_groups(*groups: tuple[str, int] | tuple[str, int, int]) -> tuple[Layers, ...]:
+    """Groups of a layer each: kinds, tokens of a block, and the reach of windows."""
+    return tuple(
+        Layers(kind, names("attn", 1, number), size, (1,), reach=reach[0] if reach else 0)
+        for number, (kind, size, *reach) in enumerate(groups)
+    )
+
+
+#: Groups that vLLM 0.32 makes for models, with small blocks and few layers.
+PUBLISHED_MODELS: Mapping[str, tuple[Layers, ...]] = {
+    "plain": model_groups(("full", 8)),
+    "gpt-oss": model_groups(("window", 8, 16), ("full", 8)),
+    # A model of Mamba2 layers only has one group.
+    "Mamba2": model_groups(("GDN_ATTN", 16)),
+    # Seven layers with states for each layer of attention.
+    "Jamba": model_groups(("full", 16), *[("GDN_ATTN", 16)] * 3),
+    "Nemotron-H": model_groups(("GDN_ATTN", 16), ("GDN_ATTN", 16), ("full", 16)),
+    # Layers with pages of two sizes, beside sliding windows with smaller blocks.
+    "DeepSeek V4": (
+        Layers("full", names("attn", 2), 32, (2, 1)),
+        *model_groups(("full", 8), ("full", 8), ("window", 8, 16), ("window", 16, 24))[2:],
+    ),
+    "Gemma 3": model_groups(("window", 8, 24), ("window", 8, 24), ("full", 8)),
+    "Qwen3-Next": model_groups(*[("GDN_ATTN", 16)] * 3, ("full", 16)),
+    "LFM2": model_groups(("SHORT_CONV", 8), ("SHORT_CONV", 8), ("full", 8)),
+    # Windows of two sizes, and none that is full.
+    "two windows": model_groups(("window", 8, 12), ("window", 4, 20)),
+    "Llama 4": model_groups(("local", 8, 32), ("full", 8)),
+    # Rings beside one group, beside states and beside windows.
+    "GLM-5-next": model_groups(("full", 16), ("ring", 8)),
+    "Qwen4-exp": model_groups(("ring", 8), ("GDN_ATTN", 16), ("full", 16)),
+    "ring and windows": model_groups(("window", 8, 24), ("ring", 8), ("full", 8), ("ring", 8)),
 }
 
 

@@ -221,6 +221,13 @@ def compares_weights(side: SchedulerSide) -> bool:
     return side.opening.handshake.checking
 
 
+def is_settled(side: SchedulerSide) -> bool:
+    """Whether the namespace is known to all, and no weights are being compared."""
+    handshake = side.opening.handshake
+    known = handshake.namespace is not None and not handshake.announcing
+    return known and not handshake.checking
+
+
 class LoneScheduler:
     """A scheduler side without an engine, whose workers have reported.
 

@@ -40,6 +40,8 @@ from kvshelf.errors import StorageError, TransientStorageError
 
 #: Properties of a storage whose probes are dear, so that its answers are remembered.
 FAR = {"probe_cost": 0.02, "concurrency": 8}
+#: What the URL of a test's second storage ends with.
+ELSEWHERE = "-elsewhere"
 #: More calls than a test has waiting.
 _MANY = 10_000
 

@@ -20,7 +20,7 @@ from kvshelf.backends import Deadlines
 from kvshelf.backends.guard import GuardedBackend
 from kvshelf.kv import device
 from kvshelf.shelf.shelf import Shelf
-from tests.sim.storage import FaultyStorage, posix
+from tests.sim.storage import ELSEWHERE, FaultyStorage, posix
 from tests.support import constants
 from tests.support.engines import (
     NEAR_TIE,
@@ -36,9 +36,8 @@ from tests.support.engines import (
 from tests.support.waiting import PATIENCE
 
 if TYPE_CHECKING:
-    from tests.sim.engine import Start
+    from tests.sim.engine import EngineModel, Start
     from tests.sim.engine_sides import LoneScheduler, LoneWorker, Make
-    from tests.vllm.scheduled import ScheduledEngine, World
 
 with warnings.catch_warnings(), contextlib.suppress(ImportError):
     # Importing vLLM warns of what torch and others deprecate.
@@ -179,14 +178,15 @@ def prompt(request: pytest.FixtureRequest) -> MakePrompt:
 
 @pytest.fixture
 def backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FaultyStorage:
-    """The storage of all engines of a test, whatever URL they open."""
+    """The storage of all engines of a test, whatever URL they open, but for one."""
     from kvshelf.tiers import tiered
     from kvshelf.vllm import connector
 
     backend = FaultyStorage(posix(tmp_path / "shelf"))
 
     def open_shelf(url: str, *, deadlines: dict[str, float] | None = None, **options: Any) -> Shelf:
-        guarded = GuardedBackend(backend, replace(Deadlines(), **(deadlines or {})))
+        storage = posix(Path(url)) if url.endswith(ELSEWHERE) else backend
+        guarded = GuardedBackend(storage, replace(Deadlines(), **(deadlines or {})))
         return Shelf(guarded)
 
     monkeypatch.setattr(tiered, "open_shelf", open_shelf)
@@ -239,25 +239,33 @@ def make(tmp_path: Path) -> Iterator[Make]:
 
 
 @pytest.fixture
-def world(tmp_path: Path) -> World:
-    """The shelf of all scheduled engines of a test."""
-    from tests.vllm.scheduled import World
+def start(
+    backend: FaultyStorage, caplog: pytest.LogCaptureFixture
+) -> Iterator[Callable[..., EngineModel]]:
+    """Start engines with a model by its name in PUBLISHED_MODELS; they end with the test.
 
-    return World(tmp_path / "shelf")
+    No engine may have contained an error.
+    """
+    from tests.sim.engine import EngineModel
+    from tests.sim.engine_caches import PUBLISHED_MODELS, drafter, guesser
 
+    engines: list[EngineModel] = []
+    sizes = {"chunk_size": 32, "blocks": 400, "budget": 64, "requests": 8, "retention": 0}
 
-@pytest.fixture
-def begin(
-    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> Iterator[Callable[..., ScheduledEngine]]:
-    """Start engines whose scheduler alone is real, with a model by its name in hybrid_specs."""
-    from tests.vllm.hybrid_specs import full, models, window
-    from tests.vllm.scheduled import start_engines
+    def start(name: str = "plain", **options: Any) -> EngineModel:
+        groups = options.pop("groups", PUBLISHED_MODELS[name])
+        if drafts := options.get("drafts", 0):
+            has_full = any(group.kind == "full" for group in groups)
+            # Nothing of the drafter's KV is stored.
+            speculative = drafter(drafts, draft_model_config=None) if has_full else guesser(drafts)
+            options = {"drafter": speculative, "runner": "V1 speculative", **options}
+        engines.append(EngineModel(backend.url, groups, **sizes | {"form": "NHD"} | options))
+        engines[-1].settle()
+        return engines[-1]
 
-    specs = {"plain": [full(8)], "gpt-oss": [window(8, 16), full(8)], **models()}
-    yield from start_engines(world, specs, monkeypatch, caplog)
-
-
-@pytest.fixture
-def start(begin: Callable[..., ScheduledEngine]) -> Callable[..., ScheduledEngine]:
-    return begin
+    yield start
+    backend.let_go()
+    for engine in engines:
+        engine.close()
+    # Of an error that was contained there would be such a line.
+    assert not [line for line in caplog.messages if "the engine goes on" in line]

@@ -20,6 +20,7 @@ from kvshelf.vllm.handover import Handover
 from kvshelf.vllm.metadata import LoadOp
 from kvshelf.vllm.scheduler.requests import RequestState
 from tests.server.node import LocalServer
+from tests.sim.engine import Start
 from tests.sim.engine_sides import (
     CHUNK,
     PART,
@@ -35,7 +36,6 @@ from tests.support.clocks import Clock
 from tests.support.formats import sealed
 from tests.support.prompts import prompt
 from tests.support.waiting import until
-from tests.vllm.scheduled import Start
 
 #: Seconds that computing a token takes.
 TOKEN = 0.01
@@ -346,7 +346,7 @@ def test_a_saturated_engine_has_time_for_each_load(start: Start) -> None:
     start().run(*prompts)
     # Blocks for two of them.
     engine = start(blocks=60, admission="auto")
-    admission = engine.connector._scheduler.admission
+    admission = engine.side.admission
     admission.clock = clock = Clock(1e6)
     admission._rule.prefill.learn([(0, 203)], 0, 203 * TOKEN)
     for number, tokens in enumerate(prompts):

@@ -6,27 +6,26 @@ vLLM's own scheduler drives the connector, and time is simulated.
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 pytest.importorskip("vllm")
 
-from kvshelf.format.keys import Chunk
-from kvshelf.format.kinds import FULL, KINDS, Kind, kind_key
+from kvshelf.format.kinds import FULL, Kind
 from kvshelf.vllm import connector
 from kvshelf.vllm.scheduler import handovers
 from kvshelf.vllm.scheduler.bare import BareWaits, Patience
 from tests.sim import engine_sides as sides
+from tests.sim.engine import EngineModel, Start
 from tests.support.prompts import prompt
-from tests.vllm.scheduled import ScheduledEngine, Start, World
 from tests.vllm.test_handover_scheduler import (
     ASKED,
     HYBRID,
     Promised,
     awaited_of,
     counts,
-    loaded,
     prefill,
     side_of,
     step_until,
@@ -45,18 +44,28 @@ class Consumer:
 
     Parameters
     ----------
-    engine : ScheduledEngine
+    engine : EngineModel
     params : object
         What the request brings.
     length : int
         Tokens of its prompt.
+    is_stored : bool
+        It is all on the shelf when the request comes.
     """
 
     def __init__(
-        self, engine: ScheduledEngine, params: object = BARE, length: int = 203, **options: Any
+        self,
+        engine: EngineModel,
+        params: object = BARE,
+        length: int = 203,
+        *,
+        is_stored: bool = False,
+        **options: Any,
     ) -> None:
         self.engine = engine
         self.promised = Promised(engine, prompt(length, seed=len(engine.texts)))
+        if is_stored:
+            self.publish(0)
         self.name = f"r{len(engine.texts)}"
         self.began = time.monotonic()
         engine.add(self.name, self.promised.tokens, answer=1, transfer=params, **options)
@@ -81,7 +90,7 @@ class Consumer:
 
     @property
     def loaded(self) -> int:
-        return loaded(self.engine, self.name)
+        return self.engine.loaded(self.name)
 
 
 # ----------------------------------------------------------------------------- how long
@@ -153,7 +162,7 @@ def test_request_that_may_not_wait_or_has_no_producer_is_computed_at_once(
 
 def test_the_time_of_a_wait_begins_when_vllm_asks(start: Start) -> None:
     """And what has appeared since the request came is seen."""
-    engine = start(seqs=1)
+    engine = start(requests=1)
     engine.add("first", prompt(40, seed=99), answer=50)
     engine.step()
     consumer = Consumer(engine)
@@ -212,7 +221,7 @@ def test_what_is_there_already_is_not_waited_for_and_says_nothing(start: Start) 
     engine = start()
     for number in range(4):
         assert (Consumer(engine).waited() >= 1) == (number < 3)
-        consumer = Consumer(engine, length=192).publish(0)
+        consumer = Consumer(engine, length=192, is_stored=True)
         assert consumer.waited() < STEPS
         # One that does not wait is given what any lookup finds.
         assert consumer.loaded == (192 if number < 2 else 184)
@@ -248,7 +257,7 @@ def test_request_to_which_nothing_was_promised_takes_no_place_of_a_hand_over(
     engine.step()
     promised.publish(0)
     engine.finish()
-    assert loaded(engine, "promised") == 203
+    assert engine.loaded("promised") == 203
     assert counts(engine) == {"complete": 1, "vain": 1, "skipped": 1}
 
 
@@ -298,8 +307,8 @@ def test_while_weights_are_compared_no_request_waits(start: Start) -> None:
     engine = start()
     consumer = Consumer(engine)
     consumer.at(0.2)
-    engine.change_weights()
-    engine.reset()
+    engine.load_weights(1)
+    engine.reset(running=True)
     assert consumer.waited() < 0.2 + STEPS
     assert counts(engine) == {}
 
@@ -307,60 +316,58 @@ def test_while_weights_are_compared_no_request_waits(start: Start) -> None:
 # --------------------------------------------------------------------------- other models
 
 
-def take_all(world: World, engine: ScheduledEngine, tokens: list[int]) -> dict[Any, Any]:
-    """Take a prompt's objects off the shelf, and return them."""
-    kept: dict[tuple[Kind, int], tuple[Chunk, bytes]] = {}
-    for chunk in engine.chunks_of(tokens):
-        for kind in KINDS:
-            content = world.contents.get(kind_key(chunk.key, kind))
-            if kind in engine.groups.kinds and content is not None:
-                kept[kind, chunk.index] = chunk, content
-                world.remove(engine.fmt, chunk, kind)
-    return kept
+def take_all(engine: EngineModel, tokens: list[int]) -> dict[tuple[Kind, int], dict[Path, bytes]]:
+    """Take a prompt's chunks off the shelf, and return their objects."""
+    return {
+        (kind, chunk.index): engine.take(chunk, kind)
+        for chunk in engine.chunks_of(tokens)
+        for kind in engine.side.engine.groups.kinds
+        if engine.has_stored(chunk, kind)
+    }
 
 
 @pytest.mark.parametrize("promised", [False, True])
 @pytest.mark.parametrize("model", HYBRID)
 def test_hybrid_models_are_waited_for_up_to_the_last_boundary(
-    start: Start, world: World, model: str, promised: bool
+    start: Start, model: str, promised: bool
 ) -> None:
     tokens = prompt(203)
     producer = start(model)
     handover = prefill(producer, tokens)
     assert handover.tokens == 192
-    kept = take_all(world, producer, tokens)
+    kept = take_all(producer, tokens)
     engine = start(model)
     engine.add("r", tokens, answer=1, transfer=handover.params() if promised else BARE)
     engine.add("short", prompt(32, seed=1), answer=1, transfer=BARE)
     step_until(engine, lambda: awaited_of(engine).wait is not None)
     assert not waits(engine, "short")
-    for (kind, index), (chunk, content) in kept.items():
+    for (_, index), objects in kept.items():
         if index < 6:
             assert waits(engine, "r")
-            world.put(producer.fmt, chunk, kind, content)
+            engine.put(objects)
             engine.step()
     engine.finish()
-    assert loaded(engine, "r") == 192
-    assert engine.computed["r"] == 203 - 192
+    assert engine.loaded("r") == 192
+    assert engine.computed("r") == 203 - 192
     assert counts(engine) == {"complete": 1}
     stored = {op.chunk.key for meta in engine.metas for op in meta.stores}
-    assert stored.isdisjoint(chunk.key for chunk, _ in kept.values())
+    assert stored.isdisjoint(chunk.key for chunk in engine.chunks_of(tokens))
 
 
 def test_of_a_hybrid_model_a_shorter_hit_is_looked_up_when_the_rest_does_not_appear(
-    start: Start, world: World
+    start: Start,
 ) -> None:
     tokens = prompt(203)
     producer = start("Gemma 3", interval=1)
     prefill(producer, tokens)
-    kept = take_all(world, producer, tokens)
+    kept = take_all(producer, tokens)
     engine = start("Gemma 3")
     engine.add("r", tokens, answer=1, transfer=BARE)
     engine.wait_for_lookup("r")
     engine.step()
-    for (kind, index), (chunk, content) in kept.items():
+    for (kind, index), objects in kept.items():
         if index < 4 or kind != FULL:
-            world.put(producer.fmt, chunk, kind, content)
+            engine.put(objects)
     engine.finish()
-    assert loaded(engine, "r") == 128
+    assert engine.loaded("r") == 128
     assert counts(engine) == {"late": 1}

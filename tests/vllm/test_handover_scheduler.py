@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,40 +12,35 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
-from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.v1.core.sched.output import KVConnectorBlockState
 
 from kvshelf.format.differences import how_to_unite
 from kvshelf.format.keys import Chunk, KeyChain
-from kvshelf.format.kinds import FULL, kind_key
+from kvshelf.format.kinds import FULL
 from kvshelf.format.namespace import Namespace
 from kvshelf.shelf.waits import WaitService
-from kvshelf.vllm import handshake
 from kvshelf.vllm.adapters import AdapterDigests
 from kvshelf.vllm.handover import Handover, no_handover, read_handover
 from kvshelf.vllm.scheduler import SchedulerSide, handovers, hits
 from kvshelf.vllm.scheduler.promise import Promise
 from kvshelf.vllm.scheduler.requests import Awaited
 from tests.sim import engine_sides as sides
+from tests.sim.engine import DRAFT_LAYER, EngineModel, Start
+from tests.sim.engine_caches import PUBLISHED_MODELS, Layers, drafter
 from tests.sim.engine_sides import Request, make_connector
+from tests.sim.storage import ELSEWHERE
 from tests.support.clocks import Clock
 from tests.support.prompts import prompt
 from tests.support.waiting import until
-from tests.vllm.hybrid_specs import full, models
-from tests.vllm.scheduled import ScheduledEngine, Start, Text, World, make_namespace
 
-HYBRID = models()
-MODELS = {"plain": [full(8)], **HYBRID}
+HYBRID = [model for model in PUBLISHED_MODELS if model not in ("plain", "gpt-oss")]
 WITH_WINDOWS = ["DeepSeek V4", "Gemma 3", "two windows", "Llama 4", "ring and windows"]
 CHUNK = 32
-Waiting: TypeAlias = Callable[..., tuple["ScheduledEngine", "Promised", Clock]]
+Waiting: TypeAlias = Callable[..., tuple["EngineModel", "Promised", Clock]]
 ASKED = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None}
 
 
-def counts(engine: ScheduledEngine) -> dict[str, float]:
+def counts(engine: EngineModel) -> dict[str, float]:
     """What was counted of hand-overs."""
     begin = "handovers_"
     return {name.removeprefix(begin): n for name, n in engine.counted.items() if begin in name}
@@ -57,7 +51,7 @@ class Promised:
 
     Parameters
     ----------
-    engine : ScheduledEngine
+    engine : EngineModel
         The consumer.
     tokens : list of int
         The prompt.
@@ -65,14 +59,13 @@ class Promised:
         Different for each attempt.
     """
 
-    def __init__(self, engine: ScheduledEngine, tokens: list[int], number: int = 1) -> None:
+    def __init__(self, engine: EngineModel, tokens: list[int], number: int = 1) -> None:
         self.engine, self.tokens = engine, tokens
-        self.text = Text(tokens, 1)
         chunks, tail = engine.chunks_of(tokens), engine.tail_of(tokens)
         #: The chunks and the tail.
         self.pieces: list[Chunk] = chunks if tail is None else [*chunks, tail]
         self.handover = Handover(
-            engine.fmt.namespace.digest,
+            engine.format.namespace.digest,
             len(tokens),
             self.pieces[-1].key,
             0 if tail is None else tail.tokens,
@@ -85,27 +78,37 @@ class Promised:
         return params
 
     def publish(self, first: int, end: int | None = None) -> None:
-        """Put pieces on the shelf, as a producer does."""
-        for chunk in self.pieces[first:end]:
-            start = chunk.index * CHUNK
-            content = self.text.content(0, start, start + chunk.tokens, 0)
-            self.engine.world.texts.setdefault(chunk.key, (self.text, 0))
-            self.engine.world.put(self.engine.fmt, chunk, FULL, content)
+        """Put pieces on the shelf, as a producer does that stores elsewhere."""
+        folder = self.engine.folder.with_name(self.engine.folder.name + ELSEWHERE)
+        with EngineModel(str(folder), self.engine.groups, form="NHD", chunk_size=CHUNK) as producer:
+            producer.settle()
+            prefill(producer, self.tokens)
+            for chunk in self.pieces[first:end]:
+                objects = zip(
+                    self.engine.objects_of(chunk), producer.take(chunk).values(), strict=True
+                )
+                self.engine.put(dict(objects))
 
     def give_up(self) -> None:
         """Leave the producer's marker."""
-        folder = self.engine.fmt.namespace.folder
-        name = f"{folder}/.kvshelf/gave-up/{self.handover.attempt}"
-        self.engine.world.backend.write(name, [b""])
+        folder = self.engine.folder / self.engine.format.namespace.folder
+        self.engine.put({folder / f".kvshelf/gave-up/{self.handover.attempt}": b""})
 
 
-def side_of(engine: ScheduledEngine) -> SchedulerSide:
+def with_drafter(model: str, drafts: int) -> dict[str, Any]:
+    """Options of an engine whose drafter has a group of its own, with larger blocks."""
+    group = Layers("full", (), 16, (1,), drafts=(DRAFT_LAYER,))
+    groups = [*PUBLISHED_MODELS[model], group]
+    return {"groups": groups, "drafts": drafts, "drafter": drafter(drafts)}
+
+
+def side_of(engine: EngineModel) -> SchedulerSide:
     side = engine.connector._scheduler
     assert isinstance(side, SchedulerSide)
     return side
 
 
-def waits(engine: ScheduledEngine, name: str) -> bool:
+def waits(engine: EngineModel, name: str) -> bool:
     """Whether a request waits for its hand-over, and has nothing of the engine meanwhile."""
     awaited = sides.awaited_of(side_of(engine), name)
     if awaited is None or awaited.outcome is not None:
@@ -114,7 +117,7 @@ def waits(engine: ScheduledEngine, name: str) -> bool:
     return True
 
 
-def step_until(engine: ScheduledEngine, condition: Callable[[], bool]) -> None:
+def step_until(engine: EngineModel, condition: Callable[[], bool]) -> None:
     """Step until something is so that other threads work on."""
 
     def stepped() -> bool:
@@ -124,23 +127,19 @@ def step_until(engine: ScheduledEngine, condition: Callable[[], bool]) -> None:
     until(stepped)
 
 
-def loaded(engine: ScheduledEngine, name: str) -> int:
-    """How many tokens a request got from the shelf."""
-    return sum(op.end - op.start for op in engine.loads if op.request_id == name)
-
-
-def prefill(engine: ScheduledEngine, tokens: list[int], name: str = "prefill") -> Handover:
+def prefill(engine: EngineModel, tokens: list[int], name: str = "prefill") -> Handover:
     """Prefill a prompt for another engine; return what is promised."""
     engine.add(name, tokens, answer=1, transfer=ASKED)
     engine.finish()
     handover = read_handover(engine.params[name])
     assert handover is not None
     assert handover.params() == engine.params[name]
+    engine.drain()
     return handover
 
 
 @pytest.fixture
-def engine(start: Start) -> ScheduledEngine:
+def engine(start: Start) -> EngineModel:
     return start()
 
 
@@ -152,17 +151,17 @@ def engine(start: Start) -> ScheduledEngine:
     ("length", "budget"), [(1, 64), (7, 64), (31, 30), (32, 64), (33, 32), (64, 64), (203, 64)]
 )
 def test_a_whole_prompt_is_promised_and_stored(
-    start: Start, world: World, length: int, budget: int, asynchronous: bool
+    start: Start, length: int, budget: int, asynchronous: bool
 ) -> None:
     engine = start(asynchronous=asynchronous, budget=budget)
     tokens = prompt(length)
     handover = prefill(engine, tokens)
     chunks, tail = engine.chunks_of(tokens), engine.tail_of(tokens)
     last = tail or chunks[-1]
-    assert handover.namespace == engine.fmt.namespace.digest
+    assert handover.namespace == engine.format.namespace.digest
     assert (handover.tokens, handover.tail) == (length, length % CHUNK)
     assert handover.key == last.key
-    assert all(chunk.key in world.contents for chunk in [*chunks, last])
+    assert all(map(engine.has_stored, [*chunks, last]))
     stores = [op for meta in engine.metas for op in meta.stores]
     assert {op.attempt for op in stores} == {handover.attempt}
     assert counts(engine) == {"promised": 1}
@@ -170,13 +169,14 @@ def test_a_whole_prompt_is_promised_and_stored(
 
 def test_promise_of_earlier_weights_is_forgotten(start: Start) -> None:
     engine = start()
-    old, new = (engine._make_namespace(CHUNK, f"user:{name}") for name in ("old", "new"))
+    record = engine.format.namespace.record
+    old, new = (Namespace(record | {"weights": f"user:{name}"}) for name in ("old", "new"))
     promise = Promise()
     for namespace, first, end in ((old, 0, 3), (new, 2, 4)):
         for chunk in KeyChain(namespace.digest, CHUNK).extend(prompt(4 * CHUNK))[first:end]:
             promise.add(namespace, FULL, chunk)
     # The first chunks are in the earlier namespace alone.
-    assert promise.handover(engine.groups, 4 * CHUNK, CHUNK) is None
+    assert promise.handover(engine.side.engine.groups, 4 * CHUNK, CHUNK) is None
 
 
 def test_while_a_rank_can_write_nothing_nothing_is_promised(start: Start) -> None:
@@ -238,7 +238,7 @@ def test_of_a_prompt_without_a_boundary_before_its_end_nothing_is_promised(
 def waiting(start: Start) -> Waiting:
     """Start a consumer with a clock of its own and one request of 203 tokens that waits."""
 
-    def make(**options: Any) -> tuple[ScheduledEngine, Promised, Clock]:
+    def make(**options: Any) -> tuple[EngineModel, Promised, Clock]:
         params = options.pop("params", {})
         engine = start(**options)
         clock = sides.set_clock(side_of(engine))
@@ -251,13 +251,13 @@ def waiting(start: Start) -> Waiting:
     return make
 
 
-def awaited_of(engine: ScheduledEngine, name: str = "r") -> Awaited:
+def awaited_of(engine: EngineModel, name: str = "r") -> Awaited:
     awaited = sides.awaited_of(side_of(engine), name)
     assert awaited is not None
     return awaited
 
 
-def assert_nothing_is_left(engine: ScheduledEngine) -> None:
+def assert_nothing_is_left(engine: EngineModel) -> None:
     assert not sides.waits_for_objects(side_of(engine))
 
 
@@ -271,7 +271,7 @@ def test_params_may_shorten_the_wait_only(
     assert waits(engine, "r")
     clock.now += 0.01
     engine.step()
-    assert engine.computed["r"] == 203
+    assert engine.computed("r") == 203
 
 
 FORGED: dict[str, dict[str, Any]] = {
@@ -298,13 +298,13 @@ def test_forged_params_make_no_request_wait(
     promised.publish(0, 4)
     engine.add("r", promised.tokens, transfer=promised.handover.params() | FORGED[how])
     engine.finish()
-    assert loaded(engine, "r") == 128
+    assert engine.loaded("r") == 128
     assert counts(engine) == {"invalid": 1}
     (line,) = [line for line in caplog.messages if "does not wait for its hand-over" in line]
     assert line.isprintable() and line.isascii()
 
 
-def test_a_request_whose_kv_cannot_be_loaded_does_not_wait(engine: ScheduledEngine) -> None:
+def test_a_request_whose_kv_cannot_be_loaded_does_not_wait(engine: EngineModel) -> None:
     promised = Promised(engine, prompt(203))
     engine.add("r", promised.tokens, transfer=promised.params(), skips=True)
     engine.finish()
@@ -317,7 +317,7 @@ def test_requests_with_other_salts_do_not_wait_for_each_other(start: Start) -> N
     promised.publish(0)
     engine.add("r", promised.tokens, transfer=promised.params(), cache_salt="a tenant")
     engine.finish()
-    assert loaded(engine, "r") == 0
+    assert engine.loaded("r") == 0
     assert counts(engine) == {"invalid": 1}
 
 
@@ -325,9 +325,6 @@ def test_another_namespace_is_noticed_before_a_wait(
     start: Start, caplog: pytest.LogCaptureFixture
 ) -> None:
     producer = start(chunk_size=64)
-    producer.world.backend.write(
-        f"{producer.fmt.namespace.folder}/namespace.json", [producer.fmt.namespace.encoded]
-    )
     handover = prefill(producer, prompt(203))
     engine = start()
     for number in range(3):
@@ -353,18 +350,17 @@ def test_while_the_namespace_is_not_known_a_request_waits_within_its_deadline(st
     assert waits(engine, "r") and waits(engine, "late")
     clock.now += 1
     engine.step()
-    assert engine.computed["late"] > 0
+    assert engine.computed("late") > 0
     assert waits(engine, "r")
     sides.give_lookups(side_of(engine), lookups)
     engine.finish()
     assert counts(engine) == {"late": 1, "complete": 1}
 
 
-@pytest.mark.parametrize("drafting", [{}, {"drafts": 2, "drafter": full(16)}])
+@pytest.mark.parametrize("drafts", [0, 2])
 @pytest.mark.parametrize("model", ["Gemma 3", "DeepSeek V4"])
-def test_of_windows_all_but_a_token_is_handed_over(
-    start: Start, model: str, drafting: dict[str, Any]
-) -> None:
+def test_of_windows_all_but_a_token_is_handed_over(start: Start, model: str, drafts: int) -> None:
+    drafting = with_drafter(model, drafts) if drafts else {}
     producer, consumer = (start(model, **drafting) for _ in range(2))
     tokens = prompt(353)
     # Of the prompt that this one continues the producer has KV in its own cache.
@@ -373,9 +369,11 @@ def test_of_windows_all_but_a_token_is_handed_over(
     assert handover.tokens == 352
     consumer.add("r", tokens, answer=1, transfer=handover.params())
     consumer.finish()
-    assert loaded(consumer, "r") == handover.tokens
-    assert consumer.computed["r"] == 1 + consumer.drafts
-    assert consumer.loaded_drafts == [*range(11)] * bool(drafting)
+    assert consumer.loaded("r") == handover.tokens
+    assert consumer.computed("r") == 1 + consumer.drafts
+    [load] = consumer.loads.values()
+    assert [chunk.index for chunk in load.drafts] == [*range(11)] * bool(drafting)
+    assert not consumer.misled
 
 
 @pytest.mark.parametrize("model", WITH_WINDOWS)
@@ -390,15 +388,15 @@ def test_hybrid_models_use_no_end_within_an_image(
     handover = prefill(start(model, interval=1), tokens)
     assert handover.tokens == 192
     # An image whose tokens attend to each other, though these keys do not have it.
-    engine = start(model, whole_items=True)
+    engine = start(model, model={"is_mm_prefix_lm": True})
     monkeypatch.setattr(hits, "items_of", lambda request: [item])
     engine.add("r", tokens, answer=1, transfer=handover.params())
     engine.finish()
-    assert loaded(engine, "r") == expected
+    assert engine.loaded("r") == expected
     assert counts(engine) == {"complete": 1}
     # Engines that have such images store what hits before them need.
     other = prompt(203, seed=1)
-    start(model, whole_items=True, interval=100).run(other)
+    start(model, model={"is_mm_prefix_lm": True}, interval=100).run(other)
     assert engine.run(other) == [expected]
 
 
@@ -409,7 +407,7 @@ def test_engine_without_tails_loads_the_chunks_before_one(start: Start) -> None:
     side_of(engine).opening.tails = False
     engine.add("r", tokens, answer=1, transfer=handover.params())
     engine.finish()
-    assert loaded(engine, "r") == 192
+    assert engine.loaded("r") == 192
     assert counts(engine)["complete"] == 1
 
 
@@ -420,49 +418,48 @@ def test_prompt_that_is_handed_over_whole_is_loaded_up_to_an_image_at_its_end(
     tokens = prompt(203)
     handover = prefill(start(), tokens)
     monkeypatch.setattr(hits, "items_of", lambda request: [(180, 203)])
-    engine = start(whole_items=True)
+    engine = start(model={"is_mm_prefix_lm": True})
     engine.add("r", tokens, answer=1, transfer=handover.params())
     engine.finish()
-    assert loaded(engine, "r") == 176
+    assert engine.loaded("r") == 176
     assert counts(engine) == {"complete": 1}
 
 
 @pytest.mark.parametrize(("model", "end"), [("plain", "late"), ("Gemma 3", "complete")])
 def test_a_load_that_fails_ends_no_wait_that_goes_on(
-    start: Start, world: World, monkeypatch: pytest.MonkeyPatch, model: str, end: str
+    start: Start, monkeypatch: pytest.MonkeyPatch, model: str, end: str
 ) -> None:
     monkeypatch.setattr(handovers, "MAX_WAITING", 1)
     tokens = prompt(203)
     producer = start(model)
     handover = prefill(producer, tokens)
     last = producer.chunks_of(tokens)[5]
-    content = world.contents[kind_key(last.key, FULL)]
-    world.remove(producer.fmt, last, FULL)
+    content = producer.take(last)
     if end == "late":
         tail = producer.tail_of(tokens)
         assert tail is not None
-        world.remove(producer.fmt, tail, FULL)
+        producer.take(tail)
     engine = start(model, handover_wait_s=5)
     engine.add("r", tokens, answer=1, transfer=handover.params())
     step_until(engine, lambda: awaited_of(engine).wait is not None)
     sides.tell(side_of(engine), failures=[(last.key, False)])
     engine.step()
     assert waits(engine, "r")
-    world.put(producer.fmt, last, FULL, content)
+    producer.put(content)
     engine.finish()
     # What the wait has seen counts more than what failed before.
-    assert loaded(engine, "r") == 192
+    assert engine.loaded("r") == 192
     assert counts(engine) == {end: 1}
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_prompt_is_stored_and_handed_over_beside_any_other_request(
-    start: Start, world: World, ranks: int, asynchronous: bool
+    start: Start, ranks: int, asynchronous: bool
 ) -> None:
     hit, tokens = prompt(200), prompt(203, seed=1)
     start().run(hit)
-    engine = start(ranks=ranks, asynchronous=asynchronous, budget=600)
+    engine = start(tensor_parallel=ranks, asynchronous=asynchronous, budget=600)
     engine.add("hit", hit)
     engine.add("computed", prompt(70, seed=2))
     # It ends with the first step.
@@ -470,75 +467,23 @@ def test_a_prompt_is_stored_and_handed_over_beside_any_other_request(
     for name in ("hit", "computed", "r"):
         engine.wait_for_lookup(name)
     engine.finish()
-    assert loaded(engine, "hit") == 192
+    assert engine.loaded("hit") == 192
     assert engine.params["r"] is not None
     tail = engine.tail_of(tokens)
     assert tail is not None
-    assert all(chunk.key in world.contents for chunk in [*engine.chunks_of(tokens), tail])
+    assert all(map(engine.has_stored, [*engine.chunks_of(tokens), tail]))
 
 
 def test_other_weights_end_the_wait(waiting: Waiting) -> None:
     engine, promised, _ = waiting()
-    engine.change_weights()
-    engine.reset()
+    engine.load_weights(1)
+    engine.reset(running=True)
     engine.settle()
     promised.publish(0)
     engine.finish()
-    assert loaded(engine, "r") == 0
+    assert engine.loaded("r") == 0
     assert counts(engine) == {"other_namespace": 1}
     assert_nothing_is_left(engine)
-
-
-class Other(KVConnectorBase_V1):
-    """A connector that has the first tokens of one request, and loads them within the step."""
-
-    def __init__(self, engine: ScheduledEngine, name: str, tokens: int) -> None:
-        self.engine, self.name, self.tokens = engine, name, tokens
-        self.loaded = 0
-
-    def get_num_new_matched_tokens(self, request: Any, computed: int) -> tuple[int, bool]:
-        return max(0, self.tokens - computed) if request.request_id == self.name else 0, False
-
-    def update_state_after_alloc(self, request: Any, blocks: Any, external: int) -> None:
-        if external:
-            text = self.engine.texts[request.request_id]
-            (table,) = blocks.get_block_ids()
-            size = self.engine.groups.alignment
-            start = self.tokens - external
-            self.engine._scatter(table, size, start, text.content(0, start, self.tokens, 0))
-            self.loaded += external
-
-    def build_connector_meta(self, scheduler_output: Any) -> Any:
-        return None
-
-    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None: ...
-
-    def wait_for_layer_load(self, layer_name: str) -> None: ...
-
-    def save_kv_layer(self, layer_name: str, *args: Any, **kwargs: Any) -> None: ...
-
-    def wait_for_save(self) -> None: ...
-
-
-class Beside(MultiConnector):
-    """vLLM's MultiConnector; the engine's worker sees kvshelf's part of it only."""
-
-    def __init__(self, connectors: list[Any]) -> None:
-        self._connectors = connectors
-        self._requests_to_connector: dict[str, int] = {}
-        self._extra_async_saves: dict[str, int] = {}
-        self._all_support_hma = False
-
-    def build_connector_meta(self, scheduler_output: Any) -> Any:
-        metas = [one.build_connector_meta(scheduler_output) for one in self._connectors]
-        return next(meta for meta in metas if meta is not None)
-
-    def update_connector_output(self, connector_output: Any) -> None:
-        for connector in self._connectors:
-            connector.update_connector_output(connector_output)
-
-    def get_kv_connector_stats(self) -> None:
-        return None
 
 
 @pytest.mark.parametrize("number", [0, 1])
@@ -607,125 +552,6 @@ def test_no_step_sleeps_where_others_wait_for_it(rests: list[float], waiting: Wa
     assert waits(engine, "r")
 
 
-# ------------------------------------------------------------------------ whatever may happen
-
-
-EVENTS = ["add", "add", "produce", "give up", "tick", "abort", "reset", "forget", "breaker"]
-
-
-def promise_of(engine: ScheduledEngine, tokens: list[int], number: int) -> Handover:
-    """What a producer of a prompt will promise, before it has begun."""
-    if not engine.groups.hybrid:
-        return Promised(engine, tokens, number).handover
-    count = (len(tokens) - 1) // CHUNK
-    key = engine.chunks_of(tokens)[count - 1].key
-    digest = engine.fmt.namespace.digest
-    return Handover(digest, count * CHUNK, key, 0, f"{number:032x}")
-
-
-@pytest.mark.parametrize("model", ["plain", "Gemma 3", "Jamba", "Mamba2"])
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(data=st.data())
-def test_no_request_waits_past_its_deadline_and_every_request_ends(
-    model: str, data: st.DataObject
-) -> None:
-    """What each step reads and stores is compared to the byte by the engines themselves."""
-
-    def draw(strategy: Any, label: str) -> Any:
-        return data.draw(strategy, label)
-
-    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(handshake, "build_namespace", make_namespace)
-        most = draw(st.sampled_from([1, 3, 100]), "requests that wait")
-        patch.setattr(handovers, "MAX_WAITING", most)
-        world = World(Path(folder) / "shelf")
-        options = {
-            "chunk_size": CHUNK,
-            "asynchronous": draw(st.booleans(), "asynchronous"),
-            "blocks": draw(st.sampled_from([70, 400]), "blocks"),
-            "memory": draw(st.sampled_from([None, 1 << 20]), "memory"),
-            "interval": 1,
-        }
-        producer = ScheduledEngine(world, MODELS[model], chunk_size=CHUNK, interval=1)
-        engine = ScheduledEngine(world, MODELS[model], budget=64, **options)
-        side = side_of(engine)
-        clock = sides.set_clock(side)
-        ask = side.matched_tokens
-
-        def matched_tokens(request: Any, computed: int) -> int | None:
-            found = ask(request, computed)
-            awaited = sides.awaited_of(side, request.request_id)
-            if found is None and awaited is not None:
-                assert clock.now < awaited.deadline
-            return found
-
-        patch.setattr(side, "matched_tokens", matched_tokens)
-        prompts: list[list[int]] = []
-        aborted: set[int] = set()
-        is_open = False
-        known = st.deferred(lambda: st.integers(0, len(prompts) - 1))
-        try:
-            for _ in range(draw(st.integers(5, 40), "events")):
-                event = draw(st.sampled_from(EVENTS), "event")
-                if event == "add" or not prompts:
-                    number = len(prompts)
-                    length = draw(st.integers(33, 200), "length")
-                    prompts.append(prompt(length, seed=number, shared=min(length, 40)))
-                    params = promise_of(engine, prompts[-1], number).params()
-                    if draw(st.booleans(), "bare"):
-                        params = {"do_remote_prefill": True}
-                    params["kvshelf_wait_s"] = draw(st.integers(0, 9), "wait")
-                    engine.add(
-                        f"r{number}",
-                        prompts[-1],
-                        answer=draw(st.sampled_from([1, 30]), "answer"),
-                        transfer=params,
-                    )
-                elif event == "produce":
-                    number = draw(known, "number")
-                    # Where no step ends at the last boundary, nothing is promised.
-                    name = f"{len(producer.texts)}"
-                    producer.add(name, prompts[number], answer=1, transfer=ASKED)
-                    producer.finish()
-                elif event == "give up":
-                    name = f"{engine.fmt.namespace.folder}/.kvshelf/gave-up/"
-                    world.backend.write(f"{name}{draw(known, 'number'):032x}", [b""])
-                elif event == "tick":
-                    clock.now += draw(st.sampled_from([0.1, 1, 5]), "seconds")
-                elif event == "abort":
-                    number = draw(known, "number")
-                    aborted.add(number)
-                    engine.abort(f"r{number}")
-                elif event == "reset":
-                    engine.reset()
-                elif event == "forget" and not engine.scheduler.kv_holding_waiting:
-                    engine.scheduler.reset_prefix_cache()
-                elif event == "breaker":
-                    is_open = not is_open
-                    sides.tell(side, breaker_open=is_open)
-                for _ in range(draw(st.integers(0, 3), "steps")):
-                    engine.step()
-            sides.tell(side, breaker_open=False)
-
-            def over() -> bool:
-                # The time of bare hand-overs begins when vLLM first asks.
-                clock.now += 1000
-                return not engine.scheduler.has_requests()
-
-            step_until(engine, over)
-            engine.finish()
-            assert_nothing_is_left(engine)
-            assert not sides.remembers(side)
-            ended = counts(engine)
-            assert ended.pop("promised", 0) == 0
-            assert sum(ended.values()) <= len(prompts)
-            for number in set(range(len(prompts))) - aborted:
-                assert engine.answers[f"r{number}"]
-        finally:
-            producer.close()
-            engine.close()
-
-
 # --------------------------------------------------------------------------- other namespaces
 
 
@@ -784,11 +610,11 @@ def test_what_to_set_so_that_engines_share_a_namespace(changed: dict[str, Any], 
 
 
 def test_an_adapter_without_a_digest_makes_no_request_wait(
-    engine: ScheduledEngine, monkeypatch: pytest.MonkeyPatch
+    engine: EngineModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(AdapterDigests, "trusts", lambda *_: False)
     promised = Promised(engine, prompt(203))
     engine.add("r", promised.tokens, answer=1, transfer=promised.params())
     engine.finish()
     assert counts(engine) == {"invalid": 1}
-    assert loaded(engine, "r") == 0
+    assert engine.loaded("r") == 0

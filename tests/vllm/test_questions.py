@@ -12,18 +12,18 @@ pytest.importorskip("vllm")
 
 from vllm.v1.request import RequestStatus
 
+from kvshelf.errors import TransientStorageError
 from tests.sim import engine_sides as sides
+from tests.sim.engine import EngineModel, Start
 from tests.sim.engine_sides import LoneScheduler, Make, Request
 from tests.sim.storage import Fault, FaultyStorage
 from tests.support.prompts import prompt
-from tests.vllm.scheduled import ScheduledEngine, Start
-from tests.vllm.test_handover_scheduler import loaded
 
 
 class Asked:
     """What vLLM was answered since the last time that a test looked."""
 
-    def __init__(self, engine: ScheduledEngine) -> None:
+    def __init__(self, engine: EngineModel) -> None:
         self._answers: dict[str, int | None] = {}
         ask = engine.connector.get_num_new_matched_tokens
 
@@ -39,7 +39,7 @@ class Asked:
         return answers
 
 
-def used_blocks(engine: ScheduledEngine) -> int:
+def used_blocks(engine: EngineModel) -> int:
     pool = engine.scheduler.kv_cache_manager.block_pool
     return int(pool.num_gpu_blocks - 1 - pool.get_num_free_blocks())
 
@@ -48,7 +48,7 @@ def used_blocks(engine: ScheduledEngine) -> int:
 
 
 def test_a_step_asks_for_few_requests_of_a_long_queue(start: Start) -> None:
-    engine = start(seqs=4, budget=256)
+    engine = start(requests=4, budget=256)
     side = engine.connector._scheduler
     for number in range(4):
         engine.add(f"runs {number}", prompt(40, number), 60)
@@ -75,11 +75,9 @@ def test_a_step_leaves_at_most_256_requests_waiting(
     """The next is computed: it fills the step, and brings others what they wait for."""
     tokens = prompt(400)
     start(budget=1024).run([*tokens, 1])
-    engine = start(blocks=2000, budget=512, seqs=80)
-    asked, engine.holds_loads = Asked(engine), True
-    hung = threading.Event()
-    if cause == "lookup":
-        backend.add(Fault("stat", wait=hung))
+    engine = start(blocks=2000, budget=512, requests=80)
+    asked, hung = Asked(engine), threading.Event()
+    backend.add(Fault("stat" if cause == "lookup" else "read", wait=hung))
     for number in range(400):
         engine.add(f"{number}", [*tokens, 1, number])
         if cause == "load" and number < 256:
@@ -90,7 +88,6 @@ def test_a_step_leaves_at_most_256_requests_waiting(
     assert 0 in answers
     assert len(answers) <= 256 + 80
     hung.set()
-    engine.holds_loads = False
     engine.finish()
 
 
@@ -98,7 +95,7 @@ def test_request_that_waits_in_the_queue_finds_what_another_engine_stored_meanwh
     start: Start,
 ) -> None:
     document = prompt(203)
-    engine = start(seqs=1, prefix_caching=False)
+    engine = start(requests=1, prefix_caching=False)
     engine.add("runs", prompt(40, 1), 60)
     for number in range(4):
         engine.add(f"{number}", [*document, number])
@@ -112,13 +109,13 @@ def test_request_that_waits_in_the_queue_finds_what_another_engine_stored_meanwh
         time.sleep(0.1)
     engine.abort("runs")
     engine.finish()
-    assert [loaded(engine, f"{number}") for number in range(4)] == [192] * 4
+    assert [engine.loaded(f"{number}") for number in range(4)] == [192] * 4
 
 
 # --------------------------------------------------------------------------- preempted requests
 
 
-def waiting_for_blocks(engine: ScheduledEngine, status: RequestStatus) -> set[str]:
+def waiting_for_blocks(engine: EngineModel, status: RequestStatus) -> set[str]:
     """The requests of a status that have no blocks."""
     requests = engine.scheduler.requests.items()
     return {name for name, r in requests if r.status == status and r.num_computed_tokens == 0}
@@ -130,12 +127,13 @@ def test_preempted_requests_are_admitted_before_new_ones(
     start: Start, backend: FaultyStorage, seconds: float, asynchronous: bool
 ) -> None:
     """vLLM passes over a request that has no answer, and gives its blocks to those behind it."""
-    engine = start(seqs=8, budget=128, blocks=90, asynchronous=asynchronous)
+    engine = start(requests=8, budget=128, blocks=90, asynchronous=asynchronous)
     for number in range(20):
         engine.add(f"{number}", prompt(100 + number, number), 60)
         engine.wait_for_lookup(f"{number}")
     backend.add(Fault("stat", wait=seconds))
     preempted: set[str] = set()
+    ever_preempted: set[str] = set()
     while engine.scheduler.has_requests():
         new = waiting_for_blocks(engine, RequestStatus.WAITING)
         engine.step()
@@ -143,14 +141,21 @@ def test_preempted_requests_are_admitted_before_new_ones(
         preempted &= waiting_for_blocks(engine, RequestStatus.PREEMPTED)
         assert not preempted or waiting_for_blocks(engine, RequestStatus.WAITING) == new
         preempted = waiting_for_blocks(engine, RequestStatus.PREEMPTED)
+        ever_preempted |= preempted
     engine.finish()
-    assert len(engine.preempted) > 1
+    assert len(ever_preempted) > 1
 
 
 # --------------------------------------------------------------------------- one load for all
 
 
-def begin_alike(engine: ScheduledEngine, own: int, *, longer: int = 0) -> None:
+def loading(engine: EngineModel) -> list[str]:
+    """The requests whose loads have not ended."""
+    ended = engine.scheduler.finished_recving_kv_req_ids
+    return [name for name in engine.names if engine.is_loading(name) and name not in ended]
+
+
+def begin_alike(engine: EngineModel, own: int, *, longer: int = 0) -> None:
     """Add 16 prompts that begin with what is stored, each `longer` than the one before."""
     for number in range(16):
         tokens = [*prompt(800), 1, *prompt(own + longer * number, 100 + number)]
@@ -183,14 +188,14 @@ def test_of_requests_that_begin_alike_one_loads(
 ) -> None:
     """As those of one request with ``n > 1`` do, or those with one system prompt."""
     start(model, budget=1024).run([*prompt(800), 1])
-    engine = start(model, blocks=2000, budget=2048, seqs=16, asynchronous=asynchronous)
+    engine = start(model, blocks=2000, budget=2048, requests=16, asynchronous=asynchronous)
     begin_alike(engine, own)
     used = 0
     while engine.scheduler.has_requests():
         engine.step()
         used = max(used, used_blocks(engine))
     engine.finish()
-    assert [op.end for op in engine.loads] == [800] * loads
+    assert [op.end for op in engine.loads.values()] == [800] * loads
     assert used <= most
 
 
@@ -205,24 +210,28 @@ def test_of_requests_that_begin_alike_one_loads(
     ],
 )
 def test_no_request_waits_for_a_load_of_which_vllm_keeps_nothing_for_it(
-    start: Start, model: str, drafts: int, longer: int
+    start: Start, backend: FaultyStorage, model: str, drafts: int, longer: int
 ) -> None:
     start(model, drafts=drafts, budget=1024).run([*prompt(800), 1])
-    engine = start(model, drafts=drafts, blocks=2000, budget=2048, seqs=16)
-    engine.holds_loads = True
+    engine = start(model, drafts=drafts, blocks=2000, budget=2048, requests=16)
+    hung = threading.Event()
+    backend.add(Fault("read", wait=hung))
     begin_alike(engine, 20, longer=longer)
     engine.step()
-    assert len(engine.loading) == 16
-    engine.holds_loads = False
+    assert len(loading(engine)) == 16
+    hung.set()
     engine.finish()
 
 
 @pytest.mark.parametrize("end", ["done", "failed", "aborted", "reset"])
-def test_however_a_load_ends_the_requests_that_waited_for_it_begin(start: Start, end: str) -> None:
+def test_however_a_load_ends_the_requests_that_waited_for_it_begin(
+    start: Start, backend: FaultyStorage, end: str
+) -> None:
     tokens = prompt(810)
     start(budget=1024).run(tokens)
-    engine = start(blocks=2000, budget=2048, seqs=16)
-    asked, engine.holds_loads = Asked(engine), True
+    engine = start(blocks=2000, budget=2048, requests=16)
+    asked, hung = Asked(engine), threading.Event()
+    reads = backend.add(Fault("read", wait=hung))
     names = [f"{number}" for number in range(16)]
     for name in names:
         engine.add(name, tokens)
@@ -230,18 +239,19 @@ def test_however_a_load_ends_the_requests_that_waited_for_it_begin(start: Start,
     for _ in range(3):
         engine.step()
         assert asked.take()["15"] is None
-    assert [op.request_id for op in engine.loading] == ["0"]
+    assert loading(engine) == ["0"]
     if end == "aborted":
         engine.abort("0")
     elif end == "reset":
         # While the weights are compared, all is computed.
-        engine.reset()
+        engine.reset(running=True)
     else:
-        engine.failing_loads = int(end == "failed")
-        engine.holds_loads = False
-        while engine.loading:
+        reads.error = TransientStorageError("torn") if end == "failed" else None
+        hung.set()
+        while loading(engine):
             engine.step()
-        engine.holds_loads = True
+        backend.heal()
+        reads = backend.add(Fault("read", wait=(hung := threading.Event())))
     asked.take()
     engine.step()
     answers = asked.take()
@@ -252,7 +262,7 @@ def test_however_a_load_ends_the_requests_that_waited_for_it_begin(start: Start,
     for name in begun:
         status = engine.scheduler.requests[name].status
         assert status in (RequestStatus.RUNNING, RequestStatus.WAITING_FOR_REMOTE_KVS)
-    engine.holds_loads = False
+    hung.set()
     engine.finish()
 
 

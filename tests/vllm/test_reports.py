@@ -8,36 +8,27 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterator
 
 import pytest
 
 pytest.importorskip("vllm")
 
 from kvshelf.format.keys import KeyChain, MultimodalItem
-from kvshelf.format.kinds import FULL
 from tests.sim import engine_sides as sides
+from tests.sim.engine import Start
+from tests.sim.engine_caches import model_groups
 from tests.support.prompts import prompt
-from tests.vllm.hybrid_specs import full, state, window
-from tests.vllm.scheduled import ScheduledEngine, Start, World, start_engines
 from tests.vllm.test_bare_handovers import BARE
-from tests.vllm.test_handover_scheduler import ASKED, loaded, side_of
+from tests.vllm.test_handover_scheduler import ASKED
 
 CHUNK = 256
 MODELS = {
-    "plain": [full(16)],
-    "blocks of 32": [full(32)],
-    "blocks of 128": [full(128)],
-    "windows": [full(16), window(16, 512)],
-    "states": [full(16), state(128, "MAMBA2", ((4, 8),))],
+    "plain": model_groups(("full", 16)),
+    "blocks of 32": model_groups(("full", 32)),
+    "blocks of 128": model_groups(("full", 128)),
+    "windows": model_groups(("full", 16), ("window", 16, 512)),
+    "states": model_groups(("full", 16), ("GDN_ATTN", 128)),
 }
-
-
-@pytest.fixture
-def begin(
-    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> Iterator[Start]:
-    yield from start_engines(world, MODELS, monkeypatch, caplog)
 
 
 @pytest.mark.slow
@@ -46,34 +37,35 @@ def begin(
 def test_prompts_of_exact_multiples_of_the_chunk(start: Start, model: str, multiple: int) -> None:
     """LMCache#5151, #3322: a full hit, and another context; or an assert in vLLM's scheduler."""
     options = {"chunk_size": CHUNK, "budget": CHUNK, "blocks": 1200, "interval": 1}
+    options["groups"] = MODELS[model]
     for length in (multiple * CHUNK + offset for offset in (-1, 0, 1)):
         tokens = prompt(length, seed=length)
-        first = start(model, **options)
+        first = start(**options)
         assert first.run(tokens) == [0]
         # In memory, and after a restart.
         first.run(tokens)
         most = (length - 1) // CHUNK * CHUNK
-        if not first.groups.hybrid:
+        if not first.side.engine.groups.hybrid:
             most = min(length // CHUNK * CHUNK, length - 1)
-            most -= most % first.groups.alignment
-        assert start(model, **options).run(tokens) == [most]
+            most -= most % first.side.engine.groups.alignment
+        assert start(**options).run(tokens) == [most]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("model", ["plain", "windows"])
-def test_a_thousand_aborts_with_a_load_and_a_store_pending(
+def test_two_hundred_aborts_with_a_load_and_a_store_pending(
     start: Start, model: str, asynchronous: bool
 ) -> None:
     """vLLM#46240, #43226, #48821, #56089: an assert ends the engine; or blocks are never freed."""
     draw = random.Random(model)
     options = {"asynchronous": asynchronous, "interval": 1, "handover_wait_s": 1}
     # What is not computed is loaded.
-    engine = start(model, prefix_caching=False, **options)
-    free = engine.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+    engine = start(groups=MODELS[model], prefix_caching=False, **options)
+    free = engine.free_blocks
     prompts = [prompt(draw.randrange(33, 200), seed=n, shared=33) for n in range(20)]
     aborts = number = 0
-    while aborts < 1000:
+    while aborts < 200:
         running = list(engine.scheduler.requests)
         if len(running) < 6:
             number += 1
@@ -87,26 +79,23 @@ def test_a_thousand_aborts_with_a_load_and_a_store_pending(
             engine.step()
     engine.finish()
     assert engine.loads and engine.stored
-    assert engine.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == free
-    assert not sides.remembers(side_of(engine))
+    assert engine.free_blocks == free
+    assert not sides.remembers(engine.side)
 
 
 def test_a_prefix_whose_beginning_was_deleted_while_an_engine_has_it_in_memory(
-    start: Start, world: World
+    start: Start,
 ) -> None:
     """SGLang#26886, #39444: it is never written again, and nothing behind it is a hit."""
     engine, tokens = start(), prompt(203)
     engine.run(tokens)
     for chunk in engine.chunks_of(tokens)[:2]:
-        world.remove(engine.fmt, chunk, FULL)
+        engine.take(chunk)
     # As long as an engine believes what it has seen.
     time.sleep(61)
     longer = [*tokens, *prompt(100, seed=1)]
     engine.run(longer)
-    reader: ScheduledEngine = start()
-    reader.add("r", longer)
-    reader.finish()
-    assert loaded(reader, "r") == 288
+    assert start().run(longer) == [288]
 
 
 @pytest.mark.slow

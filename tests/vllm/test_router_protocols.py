@@ -20,20 +20,21 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from tests.sim.engine import EngineModel, Start
 from tests.support.prompts import prompt
 from tests.support.routers import ROUTERS, WITHOUT_PARAMS, Params
-from tests.vllm.scheduled import ScheduledEngine, Start, World
 from tests.vllm.test_bare_handovers import STEPS, take_all
-from tests.vllm.test_handover_scheduler import counts, loaded, waits
+from tests.vllm.test_handover_scheduler import counts, waits
 
 PATCH = Path(__file__).parents[2] / "examples/disaggregated/dynamo.patch"
 LENGTH, CHUNKS = 203, 192
 
 
-def prefilled(engine: ScheduledEngine, tokens: list[int], params: Params) -> Params:
+def prefilled(engine: EngineModel, tokens: list[int], params: Params) -> Params:
     """Send the first leg; return the params that it answers, as JSON has them."""
     engine.add("prefill", tokens, answer=1, transfer=params)
     engine.finish()
+    engine.drain()
     answered: Params = json.loads(json.dumps(engine.params.get("prefill")))
     return answered
 
@@ -41,24 +42,24 @@ def prefilled(engine: ScheduledEngine, tokens: list[int], params: Params) -> Par
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("name", ROUTERS)
 def test_the_second_engine_loads_what_the_first_one_stores(
-    start: Start, world: World, name: str, late: bool
+    start: Start, name: str, late: bool
 ) -> None:
     """The producer may answer before its last stores are on the shelf."""
     (prefill, decode), tokens = ROUTERS[name], prompt(LENGTH)
     producer, consumer = start(role="kv_producer"), start(role="kv_consumer")
     answered = prefilled(producer, tokens, prefill)
-    kept = take_all(world, producer, tokens) if late else {}
+    kept = take_all(producer, tokens) if late else {}
     began = time.monotonic()
     consumer.add("r", tokens, transfer=decode(answered))
-    for (kind, _), (chunk, content) in kept.items():
+    for objects in kept.values():
         consumer.wait_for_lookup("r")
         consumer.step()
         assert waits(consumer, "r")
         time.sleep(0.1)
-        world.put(producer.fmt, chunk, kind, content)
+        consumer.put(objects)
     consumer.finish()
     assert time.monotonic() - began < 0.1 * len(kept) + STEPS
-    assert loaded(consumer, "r") == (CHUNKS if name in WITHOUT_PARAMS else LENGTH)
+    assert consumer.loaded("r") == (CHUNKS if name in WITHOUT_PARAMS else LENGTH)
     # Without params, a request of which nothing was missing is like any other.
     assert counts(consumer) == ({} if name in WITHOUT_PARAMS and not late else {"complete": 1})
 
