@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import tempfile
 import threading
+import time
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
@@ -30,9 +31,11 @@ from hypothesis.stateful import (
 from kvshelf.errors import TransientStorageError
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.tiers import tiered
+from kvshelf.vllm.scheduler import handovers
 from tests.native.emulation import emulation, library_path
-from tests.sim.engine import RUNNERS, EngineModel
-from tests.sim.engine_caches import MODELS, PLAIN
+from tests.sim import engine_sides as sides
+from tests.sim.engine import DRAFT_LAYER, DRAFTING, RUNNERS, EngineModel
+from tests.sim.engine_caches import MODELS, PLAIN, PUBLISHED_MODELS, Layers, drafter, guesser
 from tests.sim.storage import Fault, FaultyStorage, posix
 from tests.support.prompts import prompt
 
@@ -40,6 +43,19 @@ from tests.support.prompts import prompt
 library_path()
 
 ASKED = {"do_remote_decode": True}
+BARE = {"do_remote_prefill": True}
+#: Blocks with which a few requests of three chunks fit, by models with larger blocks and chunks.
+FEW_BLOCKS = {
+    "Mamba2": 8,
+    "Jamba": 40,
+    "Qwen3-Next": 40,
+    "DeepSeek V4": 45,
+    "Gemma 3": 70,
+    "LFM2": 60,
+    "GLM-5-next": 45,
+    "Qwen4-exp": 40,
+    "ring and windows": 70,
+}
 #: Those that any size of blocks has, and last what caches of several groups have here.
 FORMS = "NHD", "HND", "2BNHD", "vec"
 OPERATIONS = "stat", "open", "read", "write", "folders", "info"
@@ -56,18 +72,20 @@ class EnginesOfOneShelf(RuleBasedStateMachine):
         super().__init__()
         self.stack = ExitStack()
         folder = self.stack.enter_context(tempfile.TemporaryDirectory())
-        patch = self.stack.enter_context(pytest.MonkeyPatch.context())
+        self.patch = self.stack.enter_context(pytest.MonkeyPatch.context())
         self.backend = FaultyStorage(posix(Path(folder) / "shelf"))
-        patch.setattr(tiered, "open_shelf", lambda url, **_: Shelf(self.backend))
+        self.patch.setattr(tiered, "open_shelf", lambda url, **_: Shelf(self.backend))
         self.is_open = threading.Event()
         self.engines: list[EngineModel] = []
         self.starts: list[Callable[[], EngineModel]] = []
-        self.added = 0
+        self.added, self.scale = 0, 1
 
     @initialize(
         runner=st.sampled_from([*RUNNERS, "V2 on a device"]),
         native=st.booleans(),
-        model=st.sampled_from(["plain", "plain", "gemma", "two windows", "llama 4"]),
+        model=st.sampled_from(["plain", "plain", "gemma", "two windows", "llama 4", *FEW_BLOCKS]),
+        drafts=st.sampled_from([0, 0, 1, 3]),
+        most_waiting=st.sampled_from([1, 3, 100]),
         chunk_size=st.sampled_from([8, 6, 10, 3]),
         layout=st.sampled_from(["auto", "canonical"]),
         staging=st.sampled_from([1 << 20, 4 * 8192]),
@@ -80,6 +98,8 @@ class EnginesOfOneShelf(RuleBasedStateMachine):
         runner: str,
         native: bool,
         model: str,
+        drafts: int,
+        most_waiting: int,
         chunk_size: int,
         layout: str,
         staging: int,
@@ -92,6 +112,10 @@ class EnginesOfOneShelf(RuleBasedStateMachine):
         by_library = native and runner.endswith("on a device")
         self.stack.enter_context(emulation().in_use() if by_library else nullcontext())
         plain = model == "plain"
+        self.patch.setattr(handovers, "MAX_WAITING", most_waiting)
+        if model in FEW_BLOCKS:
+            self.start_published(model, drafts, data)
+            return
         for number in range(2):
             groups = list(PLAIN if plain else MODELS[model])
             if plain:
@@ -116,8 +140,64 @@ class EnginesOfOneShelf(RuleBasedStateMachine):
                 "form": data.draw(st.sampled_from(FORMS if plain else FORMS[-1:]), "form"),
                 "seed": number,
             }
-            self.starts.append(lambda options=options: EngineModel(self.backend.url, **options))
-            self.engines.append(self.starts[-1]())
+            self.add_engine(options)
+
+    def start_published(self, model: str, drafts: int, data: Any) -> None:
+        """Start engines with drafts, or with states or rings; of both kinds vLLM has one runner."""
+        self.scale = 3
+        groups = PUBLISHED_MODELS[model]
+        runners = ["V1", "V2", "V1 on a device"]
+        if drafts:
+            runners = ["V1 speculative", "V2 speculative", DRAFTING]
+        # States of drafts take blocks; with few blocks and larger steps no request would fit.
+        few = FEW_BLOCKS[model] + (25 + 5 * drafts if drafts else 0)
+        sizes = [(32, few, False), (48, few, False), (200, 300, False), (64, 300, True)]
+        budget, blocks, asynchronous = data.draw(st.sampled_from(sizes), "steps")
+        options = {
+            "groups": groups,
+            "runner": data.draw(st.sampled_from(runners), "runner"),
+            "drafts": drafts,
+            "chunk_size": data.draw(st.sampled_from([32, 64]), "chunk size"),
+            "memory": data.draw(st.sampled_from([None, 1 << 20]), "memory"),
+            "save_decode": data.draw(st.booleans(), "save_decode"),
+            "interval": data.draw(st.sampled_from([1, 2, 8]), "interval"),
+            "retention": data.draw(st.sampled_from([0, None]), "retention"),
+            "requests": data.draw(st.sampled_from([1, 4]), "requests"),
+            "budget": budget,
+            "blocks": blocks,
+            "asynchronous": asynchronous,
+            "handover_wait_s": 2,
+            "form": "NHD",
+        }
+        if drafts and any(group.kind == "full" for group in groups):
+            options["drafter"] = drafter(drafts, draft_model_config=None)
+            if data.draw(st.booleans(), "the drafter has KV"):
+                own = Layers("full", (), groups[0].block_size, (1,), drafts=(DRAFT_LAYER,))
+                options |= {"groups": [*groups, own], "drafter": drafter(drafts)}
+        elif drafts:
+            options["drafter"] = guesser(drafts)
+        for number in range(2):
+            self.add_engine(options | {"seed": number})
+
+    def add_engine(self, options: dict[str, Any]) -> None:
+        """Start an engine, and another one with the same options whenever it ends."""
+
+        def start() -> EngineModel:
+            engine = EngineModel(self.backend.url, **options)
+            ask = engine.side.matched_tokens
+
+            def matched_tokens(request: Any, computed: int) -> int | None:
+                tokens = ask(request, computed)
+                awaited = sides.awaited_of(engine.side, request.request_id)
+                if tokens is None and awaited is not None:
+                    assert engine.side.handovers.clock() < awaited.deadline + 0.001
+                return tokens
+
+            self.patch.setattr(engine.side, "matched_tokens", matched_tokens)
+            return engine
+
+        self.starts.append(start)
+        self.engines.append(start())
 
     # ------------------------------------------------------------------------- users
 
@@ -126,18 +206,21 @@ class EnginesOfOneShelf(RuleBasedStateMachine):
         seed=seeds,
         length=st.integers(1, 40),
         answer=st.integers(1, 16),
-        asks=st.booleans(),
+        transfer=st.sampled_from([None, None, ASKED, BARE]),
     )
-    def add(self, number: int, seed: int, length: int, answer: int, asks: bool) -> None:
-        """Add a request, or one that asks for a hand-over of its prompt."""
+    def add(self, number: int, seed: int, length: int, answer: int, transfer: Any) -> None:
+        """Add a request, which may ask for a hand-over of its prompt, or wait for one."""
         self.added += 1
         self.engines[number].add(
             f"r{self.added}",
-            prompt(40, seed, 16)[:length],
-            1 if asks else answer,
+            self.prompt(seed)[: length * self.scale],
+            answer if transfer is None else 1,
             cache_salt="s" if seed == 5 else None,
-            transfer=ASKED if asks else None,
+            transfer=transfer,
         )
+
+    def prompt(self, seed: int) -> list[int]:
+        return prompt(40 * self.scale, seed, 16 * self.scale)
 
     @rule(number=either, other=either, which=seeds)
     def take_over(self, number: int, other: int, which: int) -> None:
@@ -154,6 +237,20 @@ class EnginesOfOneShelf(RuleBasedStateMachine):
                 transfer=self.engines[other].params[name],
             )
 
+    @rule(number=either, other=either, which=seeds)
+    def give_up(self, number: int, other: int, which: int) -> None:
+        """Leave the marker of a producer that stores nothing of what it has promised."""
+        promised = sorted(name for name, params in self.engines[other].params.items() if params)
+        if promised and self.engines[number].connector.namespace is not None:
+            params = self.engines[other].params[promised[which % len(promised)]]
+            engine = self.engines[number]
+            folder = engine.folder / engine.format.namespace.folder / ".kvshelf/gave-up"
+            engine.put({folder / params.get("kvshelf_attempt", "none"): b""})
+
+    @rule(seconds=st.sampled_from([0.1, 1, 5]))
+    def pause(self, seconds: float) -> None:
+        time.sleep(seconds)
+
     @rule(number=either, count=st.integers(1, 12))
     def step(self, number: int, count: int) -> None:
         for _ in range(count):
@@ -163,10 +260,10 @@ class EnginesOfOneShelf(RuleBasedStateMachine):
     def serve(self, number: int, seed: int) -> None:
         """Serve all requests of an engine and one more, for which the other engine is asked too."""
         self.heal()
-        self.add(number, seed, 40, 2, asks=False)
+        self.add(number, seed, 40, 2, transfer=None)
         self.engines[number].finish()
         self.engines[number].drain()
-        self.add(1 - number, seed, 40, 8, asks=False)
+        self.add(1 - number, seed, 40, 8, transfer=None)
         self.step(1 - number, 3)
 
     @rule(number=either, action=st.sampled_from(["abort", "preempt"]), which=seeds)
@@ -174,6 +271,10 @@ class EnginesOfOneShelf(RuleBasedStateMachine):
         engine = self.engines[number]
         if engine.names:
             getattr(engine, action)(sorted(engine.names)[which % len(engine.names)])
+
+    @rule(number=either, connector=st.booleans())
+    def reset(self, number: int, connector: bool) -> None:
+        self.engines[number].reset(running=True, connector=connector)
 
     @rule(number=either)
     def restart(self, number: int) -> None:
@@ -238,10 +339,11 @@ class EnginesOfOneShelf(RuleBasedStateMachine):
                     engine.finish()
                     engine.end()
                     engine.drain()
-                    assert not engine.side.requests
+                    assert not sides.remembers(engine.side)
+                    assert not sides.waits_for_objects(engine.side)
                 # It compares all that it loads.
                 self.engines.append(self.starts[0]())
-                self.engines[-1].run(*(prompt(40, seed, 16) for seed in range(3)))
+                self.engines[-1].run(*map(self.prompt, range(3)))
                 self.engines[-1].end()
             finally:
                 for engine in self.engines:
@@ -251,5 +353,5 @@ class EnginesOfOneShelf(RuleBasedStateMachine):
 @pytest.mark.long
 def test_engines_of_one_shelf_whatever_happens_use_no_wrong_block() -> None:
     run_state_machine_as_test(
-        EnginesOfOneShelf, settings=settings(max_examples=30, stateful_step_count=40)
+        EnginesOfOneShelf, settings=settings(max_examples=100, stateful_step_count=40)
     )
