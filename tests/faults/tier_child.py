@@ -2,14 +2,13 @@
 
 Takes one JSON object as its argument, forks as many writers as that says, and prints a JSON list
 with what each of them counted. Each writer copies objects of its own to the tier and uses some of
-them again. With ``half`` the only writer kills itself with a half-written object.
+them again.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import signal
 import sys
 
 from kvshelf.capacity import keeper
@@ -29,14 +28,12 @@ def make_chunk(writer: int, number: int) -> Chunk:
     return start.extend(range(CHUNK))[0]
 
 
-def write(path: str, max_bytes: int, writer: int, objects: int, half: bool) -> dict[str, float]:
+def write(path: str, max_bytes: int, writer: int, objects: int) -> dict[str, float]:
     """Copy objects to the tier, one after the other."""
     counters = Counters()
     keeper._WAIT_SECONDS = 60.0  # type: ignore[misc]
     tier = DiskTier(path, max_bytes, counters=counters)
     for number in range(objects):
-        if half and number == objects - 1:
-            _die_in_the_middle()
         chunk = make_chunk(writer, number)
         image = memoryview(sealed(FMT, chunk))
         tier.keep(FMT, ObjectRef(chunk, 0), image)
@@ -48,21 +45,7 @@ def write(path: str, max_bytes: int, writer: int, objects: int, half: bool) -> d
     return counters.snapshot()
 
 
-def _die_in_the_middle() -> None:
-    writing, least = os.writev, FMT.object_size(0) // 2
-
-    def dying(fd: int, views: list[memoryview]) -> int:
-        if len(views[0]) < least:
-            # The marker of the tier's keeper.
-            return writing(fd, views)
-        os.write(fd, bytes(views[0])[: len(views[0]) // 2])
-        os.kill(os.getpid(), signal.SIGKILL)
-        return 0
-
-    os.writev = dying  # type: ignore[assignment]
-
-
-def main(path: str, max_bytes: int, writers: int, objects: int, half: bool = False) -> None:
+def main(path: str, max_bytes: int, writers: int, objects: int) -> None:
     """Fork, wait, report."""
     pipes = []
     for writer in range(writers):
@@ -70,7 +53,7 @@ def main(path: str, max_bytes: int, writers: int, objects: int, half: bool = Fal
         if not os.fork():
             code = 1
             try:
-                counts = write(path, max_bytes, writer, objects, half)
+                counts = write(path, max_bytes, writer, objects)
                 os.write(writing, json.dumps(counts).encode())
                 code = 0
             finally:

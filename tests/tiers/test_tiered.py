@@ -20,12 +20,10 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from typer.testing import CliRunner
 
 from kvshelf.backends import Backend
 from kvshelf.backends.guard import GuardedBackend
 from kvshelf.backends.posix import PosixBackend
-from kvshelf.cli.app import app
 from kvshelf.config import Config, DiskTierConfig
 from kvshelf.errors import (
     ConfigError,
@@ -197,23 +195,6 @@ def test_what_is_stored_is_in_the_tier_while_the_shelf_is_away(
     assert machine.hit(tokens_of(0, 4)) == 4
     assert machine.load(chunks)
     faulty.heal()
-
-
-def test_a_tier_is_a_shelf(
-    remote: FaultyStorage, start: Callable[..., Machine], tmp_path: Path
-) -> None:
-    chunks = make_chunks(FMT, 3)
-    start(remote).put(chunks)
-    with open_shelf(tmp_path / "tier", read_only=True) as shelf:
-        assert [info.namespace for info in shelf.namespaces()] == [FMT.namespace]
-        assert len(list(shelf.objects())) == 3 * FMT.shards
-    shown = CliRunner().invoke(app, ["ls", str(tmp_path / "tier"), "--json"])
-    assert shown.exit_code == 0
-    assert json.loads(shown.stdout)["namespaces"][0]["namespace"] == FMT.namespace.folder
-    with closing(Rig(posix(tmp_path / "tier"), fmt=FMT)) as rig:
-        load, items = rig.load(chunks, 20)
-        assert load.failed_at is None
-        assert all(rig.holds(item) for item in items)
 
 
 def test_a_thread_that_a_tier_keeps_is_replaced(
@@ -441,6 +422,7 @@ def test_without_a_thread_for_the_tier_only_copies_are_missing(
         machine.rig.count("dropped_chunks_error") == machine.rig.count("load_failures_error") == 0
     )
     assert machine.count("disk_tier_loaded_objects") == 4
+    assert machine.count("disk_tier_loaded_bytes") == 2 * sum(map(FMT.object_size, SHARDS))
     assert machine.count("disk_tier_dropped_objects") == 8
     # Threads can be had again: what is loaded now is copied.
     assert machine.load(new)
@@ -742,22 +724,3 @@ def test_the_bound_holds_for_many_processes(tmp_path: Path) -> None:
     assert left == check_tier(tmp_path / "tier") * size
     assert left >= 0.5 * most
     assert written == left + evicted
-
-
-@pytest.mark.real
-@pytest.mark.parametrize("objects", [1, pytest.param(30, marks=pytest.mark.slow)])
-def test_a_writer_that_is_killed_leaves_a_tier_that_works(tmp_path: Path, objects: int) -> None:
-    size = tier_child.FMT.object_size(0)
-    job = {"max_bytes": 20 * size, "writers": 1}
-    killed = run_child(tmp_path / "tier", **job, objects=objects, half=True)
-    out, _ = killed.communicate(timeout=60)
-    assert json.loads(out) == [None]
-    assert len(list(tmp_path.rglob(".*.safetensors.*.tmp"))) == 1
-    before = check_tier(tmp_path / "tier")
-    assert before == min(objects - 1, before)
-    after = run_child(tmp_path / "tier", **job, objects=50)
-    (counts,) = json.loads(after.communicate(timeout=60)[0])
-    assert counts["disk_tier_stored_bytes"] + before * size >= 50 * size
-    assert counts.get("disk_tier_dropped_objects", 0) == 0
-    assert used_bytes(tmp_path / "tier") - size <= 20 * size
-    assert check_tier(tmp_path / "tier") >= 14
