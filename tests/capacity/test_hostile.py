@@ -31,10 +31,8 @@ from kvshelf.errors import StorageError
 from kvshelf.metrics import Counters
 from kvshelf.shelf.pins import PINS, Pin, Pins
 from tests.capacity.shelves import DAY, FMT, SIZE, Place, chunks, tail_of
-from tests.server.serve_process import ServeProcess
 from tests.sim.memory import MemoryStorage
 from tests.sim.storage import FaultyStorage, LaterBackend, posix
-from tests.support.waiting import until
 
 TAG = "0123456789abcdef"
 CHUNKS = chunks(10)
@@ -185,29 +183,6 @@ def test_a_keeper_keeps_its_bound_beside_one_file(
     assert objects() == 10 * FMT.shards
     place.round(place.keeper(max_bytes=6 * SIZE))
     assert 3 * FMT.shards <= objects() <= 6 * FMT.shards
-
-
-@pytest.mark.slow
-@pytest.mark.real
-@hostile_files
-def test_a_node_server_keeps_its_bound_beside_one_file(
-    tmp_path: Path, hostile: Callable[[Path], None]
-) -> None:
-    """A process of its own, with the bound that it was started with."""
-    root = tmp_path / "shelf"
-    place = Place(root, ahead=0.0)
-    place.put(FMT, CHUNKS, age=3600.0)
-    hostile(root)
-    bound = {"KVSHELF_CAPACITY": json.dumps({"max_bytes": f"{6 * SIZE}B"})}
-    with ServeProcess(root, tmp_path / "socket", **bound) as server:
-        if hostile is not no_reserved_folder:
-            until(lambda: server.metrics()["shelf_evicted_objects"] >= 4 * FMT.shards)
-        left = [name for name in place.objects() if name.startswith(FMT.namespace.folder)]
-        most = 6 if hostile is not no_reserved_folder else 10
-        assert 3 * FMT.shards <= len(left) <= most * FMT.shards
-        code, errors = server.stop()
-    assert code == 0, errors
-    assert "Traceback" not in errors
 
 
 @pytest.mark.long

@@ -8,15 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, settings
-from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    invariant,
-    precondition,
-    rule,
-    run_state_machine_as_test,
-)
 
 from kvshelf.backends import Backend, Deadlines
 from kvshelf.backends.guard import GuardedBackend
@@ -24,7 +15,6 @@ from kvshelf.format.keys import KeyChain
 from kvshelf.format.kinds import FULL, STATE, WINDOW, kind_key
 from kvshelf.format.names import object_name
 from kvshelf.metrics import Counters
-from kvshelf.shelf import waits as module
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.shelf.waits import Piece, Wait, WaitService
 from tests.sim.storage import Fault, FaultyStorage, NamesOnly, posix
@@ -135,6 +125,24 @@ def test_nothing_to_wait_for_is_complete(tmp_path: Path) -> None:
     service.close()
 
 
+def test_wait_needs_the_objects_of_its_own_kinds_and_ends_at_its_own_marker(rig: Rig) -> None:
+    chunks = [chunk for _, chunk in with_tail()]
+    rig.put((FULL, chunks[0]))
+    rig.put((WINDOW, chunks[0]))
+    waits = [
+        rig.submit([(kind, chunk) for chunk in chunks for kind in kinds])
+        for kinds in ((FULL, STATE), (WINDOW,), (STATE,))
+    ]
+    other = rig.service.submit([(FULL, chunks[-1])], "f" * 32)
+    until(lambda: [wait.seen for wait in waits] == [1, 1, 0])
+    rig.other.write(f"{MARKERS}/{ATTEMPT}", [])
+    until(lambda: all(wait.gave_up for wait in waits))
+    assert [wait.seen for wait in waits] == [1, 1, 0] and not other.ended
+    assert list(rig.service._waits) == [other]
+    rig.put((FULL, chunks[-1]))
+    until(lambda: other.complete)
+
+
 # --------------------------------------------------------------------------------- the step thread
 
 
@@ -235,132 +243,3 @@ def test_without_a_thread_there_is_no_service_and_a_thread_that_is_missing_is_st
     until(lambda: wait.complete)
     gate.set()
     rig.close()
-
-
-# ------------------------------------------------------------------------------------ any sequence
-
-
-PROMPTS = [all_kinds(2), full(4), full(4, seed=1), with_tail()]
-PIECES = list({key(piece): piece for prompt in PROMPTS for piece in prompt}.values())
-ATTEMPTS = [f"{i:032x}" for i in range(3)]
-
-
-class Waiting(RuleBasedStateMachine):
-    """Engines that store, evict and give up; a storage that fails; requests that come and go."""
-
-    high_latency = False
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rig = far(high_latency=self.high_latency)
-        self.waits: list[tuple[Wait, list[Piece], str]] = []
-        #: How many pieces each wait has seen.
-        self.seen: dict[Wait, int] = {}
-        self.ever: set[str] = set()
-        self.marked: set[str] = set()
-
-    def teardown(self) -> None:
-        self.settle()
-        self.rig.service.close()
-
-    def _is_whole(self, piece: Piece) -> bool:
-        sizes = self.rig.backend.sizes
-        return all(sizes.get(name(piece, s)) == size(piece, s) for s in shards_of(piece))
-
-    piece_numbers = st.integers(0, len(PIECES) - 1)
-
-    @rule(number=piece_numbers, shard=st.integers(0, 1))
-    def store(self, number: int, shard: int) -> None:
-        piece = PIECES[number]
-        shard %= len(shards_of(piece))
-        self.ever.add(name(piece, shard))
-        self.rig.backend.sizes[name(piece, shard)] = size(piece, shard)
-
-    @rule(prompt=st.sampled_from(PROMPTS), count=st.integers(1, 4))
-    def store_prompt(self, prompt: list[Piece], count: int) -> None:
-        for piece in prompt[:count]:
-            self.ever |= {name(piece, shard) for shard in shards_of(piece)}
-            self.rig.backend.put(piece)
-
-    @rule(number=piece_numbers, cut=st.booleans())
-    def evict(self, number: int, cut: bool) -> None:
-        piece = PIECES[number]
-        if cut:
-            self.rig.backend.sizes[name(piece, 0)] = size(piece, 0) - 1
-        else:
-            self.rig.backend.sizes.pop(name(piece, 0), None)
-
-    @rule(attempt=st.sampled_from(ATTEMPTS))
-    def give_up(self, attempt: str) -> None:
-        self.marked.add(attempt)
-        self.rig.backend.sizes[f"{MARKERS}/{attempt}"] = 0
-
-    @rule(numbers=st.sets(piece_numbers, max_size=3), markers=st.booleans())
-    def break_some(self, numbers: set[int], markers: bool) -> None:
-        self.rig.backend.broken = {name(PIECES[number], 0) for number in numbers}
-        if markers:
-            self.rig.backend.broken |= {f"{MARKERS}/{attempt}" for attempt in ATTEMPTS}
-
-    @rule(
-        prompt=st.sampled_from(PROMPTS),
-        first=st.integers(0, 2),
-        attempt=st.sampled_from([*ATTEMPTS, ""]),
-    )
-    def submit(self, prompt: list[Piece], first: int, attempt: str) -> None:
-        pieces = prompt[first:]
-        wait = self.rig.service.submit(pieces, attempt)
-        self.waits.append((wait, pieces, attempt))
-
-    @precondition(lambda self: self.waits)
-    @rule(data=st.data())
-    def cancel(self, data: st.DataObject) -> None:
-        number = data.draw(st.integers(0, len(self.waits) - 1))
-        wait, _, _ = self.waits.pop(number)
-        wait.cancel()
-
-    @rule()
-    def settle(self) -> None:
-        """The storage works: what is there is seen, and lost promises end their waits."""
-        self.rig.backend.broken = set()
-        for wait, pieces, attempt in self.waits:
-            leading = next((i for i, p in enumerate(pieces) if not self._is_whole(p)), len(pieces))
-            until(lambda wait=wait, n=leading: wait.ended or wait.seen >= n)  # type: ignore[misc]
-            if attempt in self.marked or leading == len(pieces):
-                until(lambda wait=wait: wait.ended)  # type: ignore[misc]
-        left = sum(not wait.ended for wait, _, _ in self.waits)
-        assert len(self.rig.service._waits) == left
-
-    @invariant()
-    def nothing_is_made_up(self) -> None:
-        for wait, pieces, attempt in self.waits:
-            complete, gave_up, seen = wait.complete, wait.gave_up, wait.seen
-            assert not (complete and gave_up)
-            assert seen >= self.seen.get(wait, 0), "what was seen stays seen when it vanishes"
-            self.seen[wait] = seen
-            assert not complete or wait.seen == len(pieces)
-            assert not gave_up or attempt in self.marked
-            for piece in pieces[:seen]:
-                assert {name(piece, shard) for shard in shards_of(piece)} <= self.ever
-
-
-class WaitingFar(Waiting):
-    high_latency = True
-
-
-@pytest.mark.parametrize("machine", [Waiting, WaitingFar])
-def test_waits_see_what_comes_and_end_when_they_must(
-    machine: type[Waiting], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for constant in ("_LONGEST", "_MARKER_SECONDS"):
-        monkeypatch.setattr(module, constant, 1e-3)
-    monkeypatch.setattr(module, "_HIGH_LATENCY_COST", 1e-5)
-    run_state_machine_as_test(
-        machine,
-        settings=settings(
-            max_examples=25,
-            stateful_step_count=30,
-            deadline=None,
-            database=None,
-            suppress_health_check=list(HealthCheck),
-        ),
-    )
