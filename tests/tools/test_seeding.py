@@ -223,6 +223,8 @@ def test_the_command_reports_what_it_did_however_it_ends(
             super().compute(prompts)
 
     monkeypatch.setattr("kvshelf.vllm.seeding.OfflineEngine", Offline)
+    # The command sets it for the engine's processes.
+    monkeypatch.setenv("KVSHELF_STORAGE_OPTIONS", "{}")
     file = tmp_path / "prompts.jsonl"
     file.write_text("\n".join(json.dumps(prompt(number, 2)) for number in range(2)))
     result = run(tmp_path, file, "--model", "m", "--json")
