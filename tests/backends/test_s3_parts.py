@@ -144,19 +144,16 @@ def test_a_connection_that_is_slow_is_noticed() -> None:
     assert not rate.is_slow
 
 
-@pytest.mark.parametrize("place", [100, FMT.data_offset + 5, 2 * MIB + 17, SIZE - 1])
-def test_damage_in_any_part_is_found(far: Far, place: int) -> None:
-    data = bytearray(far.image)
-    data[place] ^= 1
+@pytest.mark.parametrize(
+    ("place", "size"),
+    [(place, SIZE) for place in (100, FMT.data_offset + 5, 2 * MIB + 17, SIZE - 1)]
+    + [(None, size) for size in (0, 1000, MIB + 5, SIZE - 1, SIZE + 1)],
+)
+def test_damage_in_any_part_is_found(far: Far, place: int | None, size: int) -> None:
+    data = bytearray(far.image)[:size].ljust(size, b"x")
+    if place is not None:
+        data[place] ^= 1
     far.put(bytes(data))
-    with pytest.raises(BadObjectError):
-        far.load()
-    assert far.is_whole_again()
-
-
-@pytest.mark.parametrize("size", [0, 1000, MIB + 5, SIZE - 1, SIZE + 1])
-def test_an_object_of_another_size_is_found(far: Far, size: int) -> None:
-    far.put(bytes(far.image)[:size].ljust(size, b"x"))
     with pytest.raises(BadObjectError):
         far.load()
     assert far.is_whole_again()

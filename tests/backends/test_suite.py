@@ -104,25 +104,6 @@ class TestMemory(BackendSuite):
         return MemoryOracle(root)
 
 
-class _LinksOnlyOracle(FolderOracle):
-    # fsspec's local filesystem opens a FIFO, and blocks.
-    specials = ("folder", "link")
-
-
-@pytest.mark.slow
-class TestGenericOnFolder(_OverFolder):
-    one_creates = False
-
-    @pytest.fixture
-    def backend(self, root: Path) -> Iterator[Backend]:
-        with closing(GenericBackend(f"file://{root}")) as backend:
-            yield backend
-
-    @pytest.fixture
-    def oracle(self, root: Path) -> Oracle:
-        return _LinksOnlyOracle(root)
-
-
 class TestServed(_OverFolder):
     """What an engine gets from a node server, past the server's memory."""
 
