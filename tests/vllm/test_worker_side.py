@@ -319,6 +319,28 @@ def test_a_cancelled_load_is_finished_and_no_failure(
     assert rig.step(ordered(cancelled=[op.number]))[0] == set()
 
 
+def test_nothing_that_goes_wrong_ends_the_engine(
+    make_worker: Callable[..., LoneWorker],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    rig = make_worker()
+
+    def broken(*_: object, **__: object) -> None:
+        raise RuntimeError("a bug")
+
+    for owner, names in {
+        rig.side: ("bind", "worker_metadata", "clear"),
+        rig.side.loads: ("start", "take_ended"),
+        rig.side.stores: ("save",),
+    }.items():
+        for name in names:
+            monkeypatch.setattr(owner, name, broken)
+    for _ in range(2):
+        assert rig.step(StepMetadata()) == (set(), set(), None)
+    assert caplog.text.count("wait_for_save failed; the engine goes on") == 1
+
+
 # ------------------------------------------------------------------------- caches that change
 
 
