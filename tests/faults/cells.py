@@ -36,8 +36,6 @@ from tests.support.prompts import prompt as random_tokens
 from tests.support.transfers import Rig
 from tests.support.waiting import LONG, PATIENT, until
 
-BACKENDS: Final = ("fuse", "s3")
-
 #: Seconds beyond which a load is given up, in the tests' engines.
 DEADLINE: Final = 0.25
 #: A wait that takes longer has no end.
@@ -118,8 +116,6 @@ BUCKET_FAULTS: Final[dict[str, tuple[str, tuple[str, ...]]]] = {
     REFUSED: ("probe", ("probe_errors", "late_calls")),
 }
 
-#: A row of the table beside.
-UNMOUNTED: Final = "unmounted"
 
 #: A fault, a moment, and a kind of storage.
 CELLS: Final = [

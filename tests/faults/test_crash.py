@@ -10,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -40,7 +39,7 @@ Kill = Callable[..., list[int]]
 
 
 @pytest.fixture(scope="module")
-def forks() -> Iterator[Kill]:
+def run() -> Iterator[Kill]:
     """Run jobs at once in processes of their own; see crash_child."""
     process = subprocess.Popen(
         [sys.executable, crash_child.__file__],
@@ -61,18 +60,6 @@ def forks() -> Iterator[Kill]:
 
     yield order
     process.communicate(timeout=60)
-
-
-@pytest.fixture
-def run(forks: Kill, record_property: Callable[[str, object], None]) -> Kill:
-    """Run jobs, and count those that were killed for the summary."""
-
-    def counted(*jobs: dict[str, Any]) -> list[int]:
-        codes = forks(*jobs)
-        record_property("killed", sum(code != 0 for code in codes))
-        return codes
-
-    return counted
 
 
 def check(root: Path) -> None:
@@ -228,18 +215,3 @@ def test_a_reader_killed_at_every_step_changes_nothing(run: Kill, tmp_path: Path
             break
     assert last > 10
     check(root)
-
-
-def test_a_young_temporary_is_left_alone(run: Kill, tmp_path: Path) -> None:
-    """Another writer may be at it."""
-    steps = (n for n in itertools.count())
-    root = tmp_path / "shelf"
-    while not temporaries(root):
-        shutil.rmtree(root, ignore_errors=True)
-        run({"root": str(root), "job": "write", "last": next(steps), "half": True})
-    (left,) = temporaries(root)
-    old = time.time() - 7200
-    os.utime(left, (old, old))  # only its date looks old: it was changed just now
-    with open_shelf(root) as shelf:
-        assert clean(shelf.backend) == 0
-    assert left.exists()

@@ -1,4 +1,4 @@
-"""Every fault on every kind of storage that knows it: see the table at the end of the run."""
+"""Every fault on every kind of storage that knows it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from tests.faults.cells import (
     CELLS,
     DEADLINE,
     RECOVERY,
-    UNMOUNTED,
     EngineStandIn,
     MountedStorage,
     Prompt,
@@ -83,11 +82,8 @@ def test_cell(
     moment: str,
     storage: Storage,
     backend: str,
-    note_cell: Callable[..., None],
-    record_property: Callable[[str, object], None],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    note_cell(fault, moment, backend)
     known, new, victim = (make_prompt(FMT, seed) for seed in range(3))
     with closing(EngineStandIn(storage.backend, deadline=storage.deadline)) as engine:
         for prompt in (known, victim):
@@ -122,7 +118,6 @@ def test_cell(
             return storage.met() > 0
 
         until(is_met, "the fault is met")
-        record_property("met", storage.met())
         engine.check_blocks()
         if backend == "s3":
             check_report(fault, engine, caplog)
@@ -173,10 +168,8 @@ def test_an_unmounted_shelf_is_not_stored_on_the_disk_beneath(
     create: bool,
     inside: bool,
     short_pauses: None,
-    note_cell: Callable[..., None],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    note_cell(UNMOUNTED, "write", "fuse")
     known, new = make_prompt(FMT, 0), make_prompt(FMT, 1)
     with mounted(tmp_path) as mount:
         root = mount.path / "shelf" if inside else mount.path
