@@ -38,7 +38,7 @@ from torch import Tensor
 
 from kvshelf import costs
 from kvshelf.format.keys import Chunk, KeyChain
-from kvshelf.format.kinds import FULL, Kind
+from kvshelf.format.kinds import DRAFT, FULL, Kind
 from kvshelf.format.names import object_name
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.metrics import Counters
@@ -451,8 +451,6 @@ class ScheduledRequests:
         That of the scheduler.
     """
 
-    text: type[Text] = Text
-
     def __init__(self, config: Any, caches: Any) -> None:
         self.scheduler, self._hasher = make_scheduler(config, caches)
         self.asynchronous = bool(config.scheduler_config.async_scheduling)
@@ -462,7 +460,7 @@ class ScheduledRequests:
         self.counted = counted_by(self.side.counters)
         #: Steps whose results vLLM does not have yet.
         self.results: deque[tuple[Any, ModelRunnerOutput]] = deque()
-        self.texts: dict[str, Any] = {}
+        self.texts: dict[str, Text] = {}
         self.metas: list[StepMetadata] = []
         self.answers: dict[str, list[int]] = {}
         #: The connector's params of requests that ended.
@@ -483,7 +481,7 @@ class ScheduledRequests:
         With `skips` it does not read vLLM's prefix cache.
         """
         self.answers.pop(name, None)
-        self.texts[name] = self.text(prompt, answer, repr(options.get("cache_salt")))
+        self.texts[name] = Text(prompt, answer, repr(options.get("cache_salt")))
         params = SamplingParams(
             max_tokens=answer,
             temperature=0.0,
@@ -907,11 +905,13 @@ class EngineModel(ScheduledRequests):
                 self._compute(rank, work, tables[name], origins[name], states[name])
             for work in works:
                 self._compare(rank, work.name, tables[work.name], 0, work.start)
+            self._check_stored(rank, meta, late=False)
             rank.check_null_block()
 
         def draft(rank: Rank) -> None:
             for work in works:
                 self._move_states(rank, tables[work.name], work.leaves)
+            self._check_stored(rank, meta, late=True)
             for work in works if self._drafts(works) else ():
                 self._draft(rank, work, tables[work.name], origins[work.name])
 
@@ -1151,7 +1151,8 @@ class EngineModel(ScheduledRequests):
                 continue
             first = start
             if self.groups[group].kind == "ring":
-                self._compare_group(rank, work.name, group, table, 0, start)
+                read = self._first_read(group, start)
+                self._compare_group(rank, work.name, group, table, read, start)
                 first = max(start, end - self.unit[group])
             tokens = {"right_end": work.right_end}
             rank.write(table, group, first, partial(text.kv, origin, first, end, **tokens))
@@ -1171,13 +1172,29 @@ class EngineModel(ScheduledRequests):
             if layers.kind != "ring" and not layers.is_state:
                 unit, first = self.unit[group], max(start, self._first_read(group, end))
                 assert all(table[first // unit : -(-end // unit)]), "a block is not there"
-                self._compare_group(rank, name, group, table, start, end)
+                self._compare_group(rank, name, group, table, first, end)
+
+    def _check_stored(self, rank: Rank, meta: StepMetadata, *, late: bool) -> None:
+        """Fail unless a rank has what the chunks stand for that a step has it store."""
+        for op in meta.stores:
+            text = self.texts[op.owner[0]]
+            start = op.chunk.index * self.format.chunk_size
+            end = start + op.chunk.tokens
+            for group, blocks in enumerate(op.block_ids if op.late is late else ()):
+                if not blocks or op.kind == DRAFT:
+                    continue
+                if group in self._state_groups:
+                    origin = self._origins[blocks[0]][0]
+                    rank.states.compare(group, blocks, (0, 0), text, origin, end, "a stored state")
+                else:
+                    table = [NULL_BLOCK] * (start // self.unit[group]) + blocks
+                    self._compare_group(rank, op.owner[0], group, table, start, end)
 
     def _compare_group(
         self, rank: Rank, name: str, group: int, table: Sequence[int], start: int, end: int
     ) -> None:
-        first, text = max(start, self._first_read(group, end)), self.texts[name]
-        for origin, token, last in self._origin_runs(group, table, first, end):
+        text = self.texts[name]
+        for origin, token, last in self._origin_runs(group, table, start, end):
             what = f"tokens {token} to {last} of {name}, group {group}, rank {rank.number}"
             rank.compare(table, group, token, partial(text.kv, origin, token, last), what)
 

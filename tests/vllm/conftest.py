@@ -240,32 +240,31 @@ def make(tmp_path: Path) -> Iterator[Make]:
 
 @pytest.fixture
 def start(
-    backend: FaultyStorage, caplog: pytest.LogCaptureFixture
-) -> Iterator[Callable[..., EngineModel]]:
+    start_model: Start, backend: FaultyStorage, caplog: pytest.LogCaptureFixture
+) -> Iterator[Start]:
     """Start engines with a model by its name in PUBLISHED_MODELS; they end with the test.
 
     No engine may have contained an error.
     """
-    from tests.sim.engine import EngineModel
     from tests.sim.engine_caches import PUBLISHED_MODELS, drafter, guesser
 
-    engines: list[EngineModel] = []
     sizes = {"chunk_size": 32, "blocks": 400, "budget": 64, "requests": 8, "retention": 0}
+    engines: list[EngineModel] = []
 
     def start(name: str = "plain", **options: Any) -> EngineModel:
-        groups = options.pop("groups", PUBLISHED_MODELS[name])
+        options = {"groups": PUBLISHED_MODELS[name], "form": "NHD", **sizes, **options}
         if drafts := options.get("drafts", 0):
-            has_full = any(group.kind == "full" for group in groups)
+            has_full = any(group.kind == "full" for group in options["groups"])
             # Nothing of the drafter's KV is stored.
             speculative = drafter(drafts, draft_model_config=None) if has_full else guesser(drafts)
             options = {"drafter": speculative, "runner": "V1 speculative", **options}
-        engines.append(EngineModel(backend.url, groups, **sizes | {"form": "NHD"} | options))
+        engines.append(start_model(**options))
         engines[-1].settle()
         return engines[-1]
 
     yield start
     backend.let_go()
     for engine in engines:
-        engine.close()
+        engine.end()
     # Of an error that was contained there would be such a line.
     assert not [line for line in caplog.messages if "the engine goes on" in line]

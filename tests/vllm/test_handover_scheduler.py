@@ -165,6 +165,10 @@ def test_a_whole_prompt_is_promised_and_stored(
     stores = [op for meta in engine.metas for op in meta.stores]
     assert {op.attempt for op in stores} == {handover.attempt}
     assert counts(engine) == {"promised": 1}
+    consumer = start()
+    consumer.add("r", tokens, answer=1, transfer=handover.params())
+    consumer.finish()
+    assert consumer.loaded("r") == length
 
 
 def test_promise_of_earlier_weights_is_forgotten(start: Start) -> None:
