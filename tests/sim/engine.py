@@ -461,6 +461,7 @@ class ScheduledRequests:
         #: Steps whose results vLLM does not have yet.
         self.results: deque[tuple[Any, ModelRunnerOutput]] = deque()
         self.texts: dict[str, Text] = {}
+        self.adapters: dict[str, Any] = {}
         self.metas: list[StepMetadata] = []
         self.answers: dict[str, list[int]] = {}
         #: The connector's params of requests that ended.
@@ -481,6 +482,7 @@ class ScheduledRequests:
         With `skips` it does not read vLLM's prefix cache.
         """
         self.answers.pop(name, None)
+        self.adapters[name] = options.get("lora_request")
         self.texts[name] = Text(prompt, answer, repr(options.get("cache_salt")))
         params = SamplingParams(
             max_tokens=answer,
@@ -524,9 +526,7 @@ class ScheduledRequests:
         chain.extend(tokens)
         return chain.tail()
 
-    def step(self) -> StepMetadata:
-        """One step of the engine."""
-        raise NotImplementedError
+    step: Callable[[], StepMetadata]
 
     def finish(self) -> None:
         """Step until all requests have ended, and compare their answers."""
@@ -716,7 +716,6 @@ class EngineModel(ScheduledRequests):
         super().__init__(self.config, merged)
         self._progress = Progress(groups, drafts, asynchronous=asynchronous, seed=seed)
         self._aggregator = KVOutputAggregator(ranks)
-        self.adapters: dict[str, Any] = {}
         #: For each block, how the KV of each of its tokens came about.
         self._origins: dict[int, list[Origin]] = {}
         #: The loads that were planned, by number.
@@ -740,11 +739,6 @@ class EngineModel(ScheduledRequests):
         self.deliver: Callable[[Any], Sequence[Any]] = lambda report: [report]
 
     # What users do
-
-    def add(self, name: str, prompt: Sequence[int], answer: int = 2, **options: Any) -> None:
-        """Add a request, with an adapter in its ``lora_request``."""
-        self.adapters[name] = options.get("lora_request")
-        super().add(name, prompt, answer, **options)
 
     def preempt(self, name: str) -> None:
         """Preempt a request as vLLM does where another one needs its blocks, if that is possible.

@@ -204,7 +204,7 @@ class StateCaches:
             if rows is not None:
                 self._enqueue(_move_rows, rows, table[source], table[target], ahead)
             for part in parts:
-                self._enqueue(_copy, part, table[source + ahead], table[target])
+                self._enqueue(part[table[target]].copy_, part[table[source + ahead]])
 
     def write(
         self, group: int, table: Sequence[int], work: Work, text: Any, origin: object
@@ -252,10 +252,6 @@ class StateCaches:
 
 def _move_rows(rows: Tensor, source: int, target: int, ahead: int) -> None:
     rows[target, : rows.shape[1] - ahead] = rows[source, ahead:].clone()
-
-
-def _copy(part: Tensor, source: int, target: int) -> None:
-    part[target] = part[source]
 
 
 def _put(place: Tensor, content: bytes) -> None:

@@ -53,17 +53,9 @@ def test_tokens_that_vllm_keeps_before_a_window_belong_to_it(tmp_path: Path) -> 
     assert groups.window == 19
 
 
-_REPLAYED = SlidingWindowMLASpec(
-    block_size=8,
-    num_kv_heads=1,
-    head_size=16,
-    dtype=torch.uint8,
-    sliding_window=16,
-    model_version="deepseek_v4",
-    max_tp_shards=1,
-    bounded_replay=True,
-)
-_ENCODER = EncoderOnlyAttentionSpec(block_size=8, num_kv_heads=1, head_size=8, dtype=torch.bfloat16)
+_SIZES: Any = {"block_size": 8, "num_kv_heads": 1, "head_size": 16, "dtype": torch.uint8}
+_REPLAYED = SlidingWindowMLASpec(**_SIZES, sliding_window=16, bounded_replay=True)
+_ENCODER = EncoderOnlyAttentionSpec(**_SIZES)
 _FORGETFUL = replace(layer("GDN_ATTN", 8), mamba_cache_mode="none")
 
 

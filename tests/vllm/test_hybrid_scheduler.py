@@ -24,7 +24,7 @@ from tests.sim.engine_caches import PUBLISHED_MODELS
 from tests.sim.storage import Fault, FaultyStorage
 from tests.support.prompts import prompt
 from tests.support.variants import variants
-from tests.support.waiting import while_patient
+from tests.support.waiting import until
 from tests.vllm.test_handover_scheduler import HYBRID as MODELS
 from tests.vllm.test_handover_scheduler import with_drafter
 from tests.vllm.test_questions import Asked
@@ -178,10 +178,7 @@ def test_prompt_whose_load_failed_is_computed(
     # The last chunk of ten: there would be a shorter hit.
     backend.add(Fault("read", "*-9-*", error=TransientStorageError("torn")))
     second.add("r", prompt(331))
-    for _ in while_patient():
-        second.step()
-        if second.failed:
-            break
+    until(lambda: second.step() and bool(second.failed))
     backend.heal()
     second.finish()
     assert second.computed("r") == 331 + 1
@@ -348,10 +345,6 @@ def test_nothing_of_earlier_weights_is_loaded_after_a_reset(
     assert engine.run(tokens) == [192]
 
 
-def stored_drafts(engine: EngineModel) -> list[int]:
-    return [index for kind, index in engine.stored if kind == DRAFT]
-
-
 def test_what_a_drafter_lacks_is_remembered_by_the_blocks_that_vllm_hashes(start: Start) -> None:
     # vLLM hashes pieces of 8 tokens, and its hits end at multiples of 16.
     options = with_drafter("Gemma 3", 2)
@@ -364,10 +357,10 @@ def test_what_a_drafter_lacks_is_remembered_by_the_blocks_that_vllm_hashes(start
     assert list(second.loaded_drafts.values()) == [64]
     # This prompt parts from the other one before what the drafter lacks.
     second.run([*beginning[:48], *prompt(100, seed=4)])
-    assert stored_drafts(second) == [1, 2, 3]
+    assert [index for kind, index in second.stored if kind == DRAFT] == [1, 2, 3]
     # Behind that nothing is stored, whatever was computed meanwhile.
     assert second.run([*longer[:350], *prompt(60, seed=5)]) == [0]
-    assert stored_drafts(second) == [1, 2, 3]
+    assert [index for kind, index in second.stored if kind == DRAFT] == [1, 2, 3]
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])

@@ -37,7 +37,7 @@ MODELS = {
 def test_prompts_of_exact_multiples_of_the_chunk(start: Start, model: str, multiple: int) -> None:
     """LMCache#5151, #3322: a full hit, and another context; or an assert in vLLM's scheduler."""
     options = {"chunk_size": CHUNK, "budget": CHUNK, "blocks": 1200, "interval": 1}
-    options["groups"] = MODELS[model]
+    options |= {"groups": MODELS[model]}
     for length in (multiple * CHUNK + offset for offset in (-1, 0, 1)):
         tokens = prompt(length, seed=length)
         first = start(**options)
