@@ -193,11 +193,11 @@ class TensorPoolMachine(PoolMachine):
 
 
 TestOneSegment = PoolMachine.TestCase
-TestOneSegment.settings = settings(max_examples=50, stateful_step_count=40)
+TestOneSegment.settings = settings(max_examples=20, stateful_step_count=40)
 TestTensor = TensorPoolMachine.TestCase
-TestTensor.settings = settings(max_examples=50, stateful_step_count=40)
+TestTensor.settings = settings(max_examples=20, stateful_step_count=40)
 TestManySegments = SegmentedPoolMachine.TestCase
-TestManySegments.settings = settings(max_examples=50, stateful_step_count=40)
+TestManySegments.settings = settings(max_examples=20, stateful_step_count=40)
 
 
 def test_a_released_view_cannot_be_used(make_pool: MakePool) -> None:

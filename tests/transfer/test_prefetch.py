@@ -246,7 +246,7 @@ class PrefetchModel(RuleBasedStateMachine):
 
 
 TestPrefetch = PrefetchModel.TestCase
-TestPrefetch.settings = settings(max_examples=60, stateful_step_count=30)
+TestPrefetch.settings = settings(max_examples=25, stateful_step_count=30)
 
 
 @pytest.fixture

@@ -86,7 +86,7 @@ def models(draw: st.DrawFn) -> tuple[tuple[int, ...], int, dict[str, int]]:
     computed=st.integers(0, 5),
     longer=st.integers(0, 40),
 )
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=6, deadline=None)
 def test_load_from_an_engine_with_other_caches_and_ranks_brings_all_whole_blocks(
     model: tuple[tuple[int, ...], int, dict[str, int]],
     forms: tuple[str, str],

@@ -255,7 +255,7 @@ def test_only_the_last_stage_has_a_drafter(tmp_path: Path) -> None:
         assert (side is not None) is has
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(data=st.data())
 def test_what_is_stored_of_a_drafter_belongs_to_its_prefix(data: st.DataObject) -> None:
     """Whatever engines do, a fresh engine gets right KV of the drafter, or none."""

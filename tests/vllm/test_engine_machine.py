@@ -353,5 +353,5 @@ class EnginesOfOneShelf(RuleBasedStateMachine):
 @pytest.mark.long
 def test_engines_of_one_shelf_whatever_happens_use_no_wrong_block() -> None:
     run_state_machine_as_test(
-        EnginesOfOneShelf, settings=settings(max_examples=25, stateful_step_count=40)
+        EnginesOfOneShelf, settings=settings(max_examples=12, stateful_step_count=40)
     )

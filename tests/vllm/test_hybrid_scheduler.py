@@ -121,7 +121,7 @@ def test_all_that_three_prompts_share_is_loaded(start: Start, model: str) -> Non
 
 
 @pytest.mark.parametrize("model", variants(WITH_WINDOWS, FEW))
-@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_hits_are_the_longest_that_are_allowed(model: str, data: st.DataObject) -> None:
     """All windows that are stored are of use for hits of some prompt."""

@@ -67,7 +67,7 @@ def hand_over(
     assert not reader.failed
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(
     forms=st.tuples(st.sampled_from(FORMS), st.sampled_from(FORMS)),
     blocks=st.tuples(st.sampled_from([16, 32]), st.sampled_from([16, 32])),
@@ -98,7 +98,7 @@ def test_canonical_tail_goes_from_any_engine_to_any_other(
         hand_over(writer, reader, tokens, computed, lacks)
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(
     form=st.sampled_from(["vec", "amx"]),
     block=st.sampled_from([16, 32]),

@@ -436,7 +436,7 @@ def test_only_steps_that_compute_count_in_a_round(start: Start) -> None:
     assert handshake.computes
 
 
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(data=st.data())
 def test_a_name_stands_for_the_same_weights_in_all_engines(data: st.DataObject) -> None:
     """Trainers say a version and write it between two steps, in any order, or say none."""
