@@ -330,16 +330,11 @@ class Rank:
 
         `kv` is by layer and heads. The layers are the model's, or the drafter's.
         """
-        slots: Tensor | None = None
         for index, name, impl, cache in attention_layers(self.paged):
             if index == group and drafts is (name in self.paged.groups[group].drafts):
                 values = kv(name, self.heads_of(name))
-                if slots is None:
-                    # The same for all layers of a group.
-                    held, slots = self.slots(group, table, start, start + values.shape[1])
-                if len(held) < values.shape[1]:
-                    values = values[:, held]
-                yield name, impl, cache, slots, values[:, :, self.paged.heads[name]]
+                held, slots = self.slots(group, table, start, start + values.shape[1])
+                yield name, impl, cache, slots, values[:, held][:, :, self.paged.heads[name]]
 
     def write(
         self,

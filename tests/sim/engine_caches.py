@@ -531,9 +531,6 @@ def held_slots(
     """
     positions = torch.arange(start, end)
     number, ranks, run = place
-    if ranks == 1:
-        blocks = torch.tensor(table, dtype=torch.int64)[positions // block_size]
-        return positions - start, blocks * block_size + positions % block_size
     inside = positions % (block_size * ranks)
     turn = inside // run
     held = (turn % ranks == number).nonzero().flatten()

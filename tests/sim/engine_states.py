@@ -1,9 +1,10 @@
 """How far the requests of an engine model are: their drafts, and where their states lie.
 
 Drafts are guesses of the next tokens, of which some are wrong: what a step computes of these is
-noise. A state has rows of its last tokens, as a convolution, and a rest of all tokens. Each draft
-has a rest in a block of its own; the rows of all are in the block of the first. Between steps
-states move as in ``vllm/v1/worker/mamba_utils.py``.
+noise. A state has two parts: a row for each of the last tokens, as a convolution has, and a rest
+that stands for all tokens. The rest of each draft has a block of its own. The rows of all drafts
+are in the first of these blocks. Between steps states move as in
+``vllm/v1/worker/mamba_utils.py``.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import eq
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +24,7 @@ from tests.sim.engine_caches import Layers, PagedCaches
 class Move(NamedTuple):
     """States move from one column of a request's tables to another.
 
-    In the source `ahead` more tokens were computed, which were drafts.
+    What moves is the state behind `ahead` accepted drafts.
     """
 
     source: int
@@ -46,7 +48,7 @@ class Work:
     enters : Move, optional
         Where its states move before the step.
     column, ahead : int
-        Where they begin: the column, and the drafts that were right in the step before.
+        Where they lie when the step begins: the column, and the accepted drafts since they moved.
     leaves : Move, optional
         Where its states move when the drafts have been judged.
     """
@@ -83,11 +85,13 @@ class Progress:
         self.drafts, self._asynchronous = drafts, asynchronous
         self._random = random.Random(seed)
         self._size = next((group.block_size for group in groups if group.is_state), 0)
-        #: By request the column of its states, the tokens that the last step has added, all that
-        #: were computed, and the guesses.
+        #: By request, the column of its states.
         self._columns: dict[str, int] = {}
+        #: By request, the tokens that its last step has added, the sampled one included.
         self._added: dict[str, int] = {}
+        #: By request, the tokens that were computed.
         self._computed: dict[str, int] = {}
+        #: By request, the drafts of its next step.
         self.guesses: dict[str, list[int]] = {}
 
     def plan(
@@ -115,43 +119,42 @@ class Progress:
         if self._asynchronous and drafts:
             drafts = self.guesses[name][: len(drafts)]
         if not self.drafts:
-            # vLLM pads requests that compute one token with drafts, of which there are none.
+            # vLLM lists drafts as padding also where the engine makes none.
             count, drafts = count - len(drafts), ()
         end = start + count
         running = end - len(drafts)
-        says = running >= known
-        right = 0
-        while right < len(drafts) and text.tokens[running + right :][:1] == [drafts[right]]:
-            right += 1
-        enters = self._enter(name, start, end)
+        is_sampled = running >= known
+        accepted = [*map(eq, drafts, text.tokens[running:]), False].index(False)
+        # The move into a column takes what was added into account, and forgets it.
+        enters = self._move_before(name, start, end)
         column, ahead = self._columns.get(name, 0), self._added.get(name, 1) - 1
-        added = 1 + right if says else 1
-        sampled = (text.tokens[running:] + [0] * added)[:added] if says else []
-        self._guess(name, text.tokens[running + added :], says=says)
+        added = 1 + accepted if is_sampled else 1
+        sampled = (text.tokens[running:] + [0] * added)[:added] if is_sampled else []
+        self._guess(name, text.tokens[running + added :], is_sampled=is_sampled)
         return Work(
             name=name,
             start=start,
             running=running,
             end=end,
-            # What comes behind the answer is no token of the text.
-            right_end=min(running + right, len(text.tokens)),
+            # No draft behind the end of the text is right.
+            right_end=min(running + accepted, len(text.tokens)),
             sampled=sampled,
             enters=enters,
             column=column,
             ahead=ahead,
-            leaves=self._leave(name, running, added),
+            leaves=self._move_behind(name, running, added),
         )
 
-    def _guess(self, name: str, tokens: list[int], *, says: bool) -> None:
+    def _guess(self, name: str, tokens: list[int], *, is_sampled: bool) -> None:
         self.guesses.pop(name, None)
-        if says and self.drafts:
+        if is_sampled and self.drafts:
             right = self._random.randint(0, self.drafts)
             guesses = (tokens + [0] * self.drafts)[: self.drafts]
             wrong = [(token + 1) % 900 for token in guesses[right:]]
             self.guesses[name] = guesses[:right] + wrong
 
-    def _enter(self, name: str, start: int, end: int) -> Move | None:
-        """Have the states of a request in the column in which a step goes on."""
+    def _move_before(self, name: str, start: int, end: int) -> Move | None:
+        """Note the column that a step uses; return the move of the states into it, if they move."""
         if not self._size:
             return None
         source = self._columns.get(name, (start - 1) // self._size)
@@ -160,8 +163,11 @@ class Progress:
             return None
         return Move(source, target, self._added.pop(name, 1) - 1)
 
-    def _leave(self, name: str, running: int, added: int) -> Move | None:
-        """Have the states of a request at the last block boundary that is certain now."""
+    def _move_behind(self, name: str, running: int, added: int) -> Move | None:
+        """Note what a step has added; return the move to the last block boundary that is certain.
+
+        Without drafts there is none: the states move when the next step begins.
+        """
         end = self._computed[name] = running + added - 1
         self._added[name] = added
         if not self.drafts or not self._size:
