@@ -17,7 +17,7 @@ from benchmarks.samples import BLOCK_TOKENS, CHUNK_TOKENS, LARGE, SMALL, TINY, S
 from benchmarks.settings import Settings
 from kvshelf.kv import ops
 from kvshelf.kv.layout import PagedLayout
-from kvshelf.transfer.staging import StagingPool
+from kvshelf.memory.arena import Arena
 
 _CHUNKS_IN_CACHE = 4
 
@@ -31,10 +31,8 @@ def bench_copy(settings: Settings) -> Iterator[Row]:
         shapes = [(SMALL, "3 MiB"), (LARGE, "32 MiB")]
         for shape, label in [(TINY, "0.25 MiB")] if settings.quick else shapes:
             size = shape.chunk_bytes()
-            buffers = StagingPool(8 * size, size).acquire_for_load()
-            assert buffers is not None
             # Memory that was never written is one shared page of zeros, which is too fast to read.
-            chunk = buffers[0].tensor[:size].fill_(1)
+            chunk = Arena(size, lazy=True).tensor.fill_(1)
             yield from _rows(settings, "native", label, chunk, *_native(shape))
             yield from _rows(settings, "canonical", label, chunk, *_canonical(shape))
     finally:

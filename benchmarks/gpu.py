@@ -72,7 +72,7 @@ def rows() -> Iterator[dict[str, Any]]:
     from kvshelf import PagedLayout, ops
     from kvshelf.kv.caches import LayerCall
     from kvshelf.kv.device import DeviceKVCache
-    from kvshelf.transfer.staging import StagingPool
+    from kvshelf.memory.chunk_memory import ChunkMemory
 
     blocks = CHUNKS * TOKENS // BLOCK
     shape = (LAYERS, blocks, HEADS, BLOCK, 2 * SIZE)
@@ -97,29 +97,29 @@ def rows() -> Iterator[dict[str, Any]]:
 
         piece, heads = size // shards, HEADS // shards
         calls = {n: [LayerCall(caches, layout, 0, piece, heads, n * heads)] for n in range(shards)}
-        pool = StagingPool(2 * size, piece, together=shards, device=out.device)
-        path = DeviceKVCache(calls, ring=CHUNKS, loads=8, pinned=pool.pinned)
-        staging = [buffer.tensor for buffer in pool.acquire_for_load(shards, 1) or ()]
+        memory = ChunkMemory(2 * size, device=out.device)
+        path = DeviceKVCache(calls, ring=CHUNKS, loads=8, pinned=memory.is_pinned)
+        payloads = [memory.tensor[n * piece : (n + 1) * piece] for n in range(shards)]
         on_device = list(out[0])
 
         def copies(to: list[Any], source: list[Any]) -> None:
             for target, one in [*zip(to, source, strict=True)] * CHUNKS:
                 target.copy_(one, non_blocking=True)
 
-        def store(path: Any = path, staging: list[Any] = staging) -> None:
-            for copied in [path.gather(slots[n], staging) for n in range(CHUNKS)]:
+        def store(path: Any = path, payloads: list[Any] = payloads) -> None:
+            for copied in [path.gather(slots[n], payloads) for n in range(CHUNKS)]:
                 copied.wait()
 
-        def load(path: Any = path, staging: list[Any] = staging, shards: int = shards) -> None:
+        def load(path: Any = path, payloads: list[Any] = payloads, shards: int = shards) -> None:
             fence = path.fence()
             with ThreadPoolExecutor(8) as threads:
                 for n in range(CHUNKS):
-                    threads.submit(path.scatter_chunk, range(shards), slots[n], staging, fence)
+                    threads.submit(path.scatter_chunk, range(shards), slots[n], payloads, fence)
 
         what = f"{CHUNKS} chunks of {shards} × {piece >> 20} MiB"
         for name, work, ends in (
-            ("store", store, (staging, on_device)),
-            ("load", load, (on_device, staging)),
+            ("store", store, (payloads, on_device)),
+            ("load", load, (on_device, payloads)),
         ):
             least = seconds_of(partial(copies, *ends))
             yield row(f"{name} {what}", CHUNKS * size, seconds_of(work), "plain copies", least)

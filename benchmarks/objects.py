@@ -19,9 +19,9 @@ from benchmarks.settings import Settings
 from kvshelf.backends import open_backend
 from kvshelf.format.keys import Chunk
 from kvshelf.format.objects import ObjectFormat
+from kvshelf.memory.arena import Arena
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.shelf.view import ObjectRef
-from kvshelf.transfer.staging import StagingPool
 
 
 def _formats(settings: Settings) -> list[tuple[str, ObjectFormat]]:
@@ -31,18 +31,15 @@ def _formats(settings: Settings) -> list[tuple[str, ObjectFormat]]:
 
 
 def _sealed(fmt: ObjectFormat, chunk: Chunk) -> memoryview:
-    """Return a staging buffer that holds the object of a chunk of random bytes."""
-    size = fmt.object_size(0)
-    buffers = StagingPool(8 * size, size).acquire_for_load()
-    assert buffers is not None
-    view = buffers[0].view[:size]
+    """Return memory of an engine that holds the object of a chunk of random bytes."""
+    view = Arena(fmt.object_size(0), lazy=True).view
     fill(view)
     fmt.seal(view, chunk, 0)
     return view
 
 
 def bench_load(settings: Settings) -> Iterator[Row]:
-    """Measure the verified load of one object from the page cache into a staging buffer."""
+    """Measure the verified load of one object from the page cache into memory."""
     for label, fmt in _formats(settings):
         root = settings.folder(f"load-{fmt.shards}")
         [chunk] = make_chunks(fmt, 1)

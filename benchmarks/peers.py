@@ -424,9 +424,7 @@ def _tier_rows(settings: Settings) -> Iterator[Row]:
         tier = _FsTier(settings.folder("fs-tier-vllm"), fmt.object_size(0) - fmt.data_offset)
         stack.callback(tier.manager.shutdown)
         shelf = stack.enter_context(Shelf(open_backend(str(settings.folder("fs-tier")))))
-        cache = stack.enter_context(
-            ChunkCache(shelf, fmt, prefetch_bytes=0, io_threads=_THREADS, timeout_s=60.0)
-        )
+        cache = stack.enter_context(ChunkCache(shelf, fmt, io_threads=_THREADS, timeout_s=60.0))
 
         def store() -> None:
             if not cache.store(tokens, kv=kv).complete:

@@ -43,7 +43,7 @@ from kvshelf.kv import sources, tensor_copier
 from kvshelf.kv.caches import HostKVCache
 from kvshelf.kv.device_tensors import DeviceTensors
 from kvshelf.kv.layout import PagedLayout
-from kvshelf.memory.size_classes import SizeClasses
+from kvshelf.memory.ring import rounded
 from kvshelf.metrics import Counters
 from kvshelf.server.shelf import open_served
 from kvshelf.shelf.lookup import LookupService
@@ -256,7 +256,7 @@ def make(backend: Backend, place: str, no_leaks: None, tmp_path: Path) -> Iterat
             names = ("chunk_size", "shards", "version")
             of_namespace = {name: options.pop(name) for name in names if name in options}
             namespace = model.namespace(**{"chunk_size": CHUNK, **of_namespace})
-            options = {"timeout_s": PATIENCE, "staging_bytes": 64 << 20, "drain_s": 0, **options}
+            options = {"timeout_s": PATIENCE, "memory_bytes": 64 << 20, "drain_s": 0, **options}
             shelf = stack.enter_context(shelf_on(on or backend))
             return stack.enter_context(ChunkCache(shelf, namespace, **options))
 
@@ -275,6 +275,11 @@ def objects(cache: ChunkCache) -> list[str]:
 def put(cache: ChunkCache, tokens: Sequence[int], **arguments: Any) -> None:
     report = cache.store(tokens, kv=truth(tokens), **arguments)
     assert report.complete, report
+
+
+def slot_bytes(cache: ChunkCache) -> int:
+    """Bytes of a chunk in memory."""
+    return sum(rounded(cache.fmt.object_size(shard)) for shard in range(cache.fmt.shards))
 
 
 def fetch(cache: ChunkCache, tokens: Sequence[int], **arguments: Any) -> int:
@@ -682,10 +687,10 @@ def test_retrieved_chunks_are_used_with_those_before_them_and_others_are_not(
 
 
 @past_the_server
-def test_store_waits_for_staging_that_it_fills_several_times(make: Make) -> None:
-    probe = make()
-    nbytes = sum(probe.fmt.object_size(shard) for shard in range(probe.fmt.shards))
-    cache = make(staging_bytes=3 * nbytes)
+def test_store_of_a_prompt_larger_than_the_memory_waits_and_is_complete(make: Make) -> None:
+    chunk = slot_bytes(make())
+    # The least: slots for two load threads, and two more.
+    cache = make(memory_bytes=4 * chunk, io_threads=1)
     tokens = prompt(20 * CHUNK)
     put(cache, tokens)
     assert fetch(cache, tokens) == len(tokens)
@@ -765,21 +770,25 @@ def test_a_chunk_that_is_removed_is_missing_and_can_be_stored_again(
 
 
 @past_the_server
-def test_prefetched_memory_is_bounded_and_the_oldest_goes_first(make: Make) -> None:
-    probe = make()
-    rounded = SizeClasses(1 << 30).rounded
-    chunk = sum(rounded(probe.fmt.object_size(s)) for s in range(probe.fmt.shards))
-    cache = make(prefetch_bytes=4 * chunk + 100)
+def test_prefetch_into_full_memory_evicts_the_oldest_chunks(make: Make) -> None:
+    chunk = slot_bytes(make())
+    # Slots for two load threads, and four more.
+    cache = make(memory_bytes=6 * chunk, io_threads=1)
     prompts = [prompt(2 * CHUNK, seed) for seed in range(3)]
     for tokens in prompts:
         put(cache, tokens)
         assert cache.prefetch(tokens) == 2 * CHUNK
-    held = [cache.lookup(tokens, tiers=["memory"]) for tokens in prompts]
-    assert held == [0, 2 * CHUNK, 2 * CHUNK]
-    long = prompt(9 * CHUNK)
-    put(cache, long)
-    assert cache.prefetch(long) == 4 * CHUNK
-    assert fetch(cache, long) == 9 * CHUNK
+    in_memory = [cache.lookup(tokens, tiers=["memory"]) for tokens in prompts]
+    assert in_memory == [0, 2 * CHUNK, 2 * CHUNK]
+
+
+@past_the_server
+def test_prefetch_of_a_prompt_larger_than_the_memory_keeps_its_beginning(make: Make) -> None:
+    cache = make(memory_bytes=6 * slot_bytes(make()), io_threads=1)
+    tokens = prompt(9 * CHUNK)
+    put(cache, tokens)
+    assert cache.prefetch(tokens) == 4 * CHUNK
+    assert fetch(cache, tokens) == 9 * CHUNK
 
 
 # ------------------------------------------------------------------------- arguments

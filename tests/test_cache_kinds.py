@@ -61,7 +61,7 @@ def make(tmp_path: Path, no_leaks: None) -> Iterator[Make]:
         def made(**changes: Any) -> ChunkCache:
             namespace = facts(**changes).namespace(chunk_size=CHUNK, shards=4)
             shelf = Shelf(posix(tmp_path / "shelf"))
-            options: dict[str, Any] = {"timeout_s": PATIENCE, "staging_bytes": 1 << 20}
+            options: dict[str, Any] = {"timeout_s": PATIENCE, "memory_bytes": 1 << 20}
             return stack.enter_context(ChunkCache(shelf, namespace, **options, drain_s=PATIENCE))
 
         yield made

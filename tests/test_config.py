@@ -116,12 +116,15 @@ def test_wrong_keys_and_wrong_values_are_named_together(file: Path) -> None:
     assert text.count("\n  - ") == 6
 
 
-def test_without_a_memory_tier_only_far_storage_is_read_ahead() -> None:
+def test_without_the_option_memory_only_far_storage_is_read_ahead() -> None:
     config, without = load({}, {"KVSHELF_MEMORY": "1GiB"}), load({})
-    assert config.memory_bytes == 1 << 30
-    assert config.prefetch_budget(0.0) == config.prefetch_budget(1.0) == 1 << 29
-    assert (without.prefetch_budget(0.0), without.memory_bytes) == (0, 0)
-    assert without.prefetch_budget(1.0) > 0
+    assert (config.memory_bytes, without.memory_bytes) == (1 << 30, 0)
+    assert config.reads_ahead(0.0) and config.reads_ahead(1.0)
+    assert without.reads_ahead(1e-3) and not without.reads_ahead(0.9e-3)
+
+
+def test_with_a_node_server_nothing_is_read_ahead() -> None:
+    assert not load({"server": "ipc:///run/kvshelf.sock"}).reads_ahead(1.0)
 
 
 def test_a_disk_tier_is_not_where_the_private_shelf_is(tmp_path: Path) -> None:

@@ -56,7 +56,7 @@ class Frozen(WrappedBackend):
 
 facts = ModelFacts(layers=2, kv_heads=2, head_size=16, weights="name:test", dtype="bfloat16")
 shelf = Shelf(Frozen(open_backend(root)), deadlines=patient)
-cache = ChunkCache(shelf, facts.namespace(chunk_size=8), staging_bytes=1 << 20, drain_s=0.5)
+cache = ChunkCache(shelf, facts.namespace(chunk_size=8), memory_bytes=1 << 20, drain_s=0.5)
 kv = torch.ones(2, 2, 24, 32, dtype=torch.bfloat16)
 tokens = list(range(24))
 assert cache.store(tokens, kv=kv).complete

@@ -48,10 +48,10 @@ PUBLIC_MODULES = (
     "kvshelf.forms",
     "kvshelf.kv.caches",
     "kvshelf.kv.layout",
+    "kvshelf.memory.chunk_memory",
     "kvshelf.ops",
     "kvshelf.server.client",
     "kvshelf.tiers.disk_tier",
-    "kvshelf.tiers.memory_tier",
     "kvshelf.vllm.multiprocess",
     "kvshelf.weights.fingerprints",
 )

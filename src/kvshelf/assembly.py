@@ -1,25 +1,25 @@
-"""What a process has of a shelf, made of its configuration: tiers, memory, uses, housekeeping.
+"""What a process has of a shelf, made of its configuration: tiers, uses, housekeeping.
 
 Owns how the shelf of a configuration is opened for each :class:`Role`, which parts that role has
 beside it, and the order in which they are closed. Engines, :class:`~kvshelf.cache.ChunkCache` and
 the node server make theirs here. Commands need the shelf alone (:mod:`kvshelf.cli.common`).
 
-========== ========================== ============================ ================================
-role       the shelf is opened        memory tier                  bounds are kept
-========== ========================== ============================ ================================
-ENGINE     on a thread; it is used as when the worker's device is  from the worker's first
-           soon as it answers         known                        namespace on
-CACHE      at once, or not at all     at once                      from the start
-SERVER     at once; a storage that    none: its memory is shared   from the start, with
-           does not answer, later     with its clients             :meth:`Assembly.keep_bounds`
-========== ========================== ============================ ================================
+========== ========================== ================================
+role       the shelf is opened        bounds are kept
+========== ========================== ================================
+ENGINE     on a thread; it is used as from the worker's first
+           soon as it answers         namespace on
+CACHE      at once, or not at all     from the start
+SERVER     at once; a storage that    from the start, with
+           does not answer, later     :meth:`Assembly.keep_bounds`
+========== ========================== ================================
 
 Contracts
 ---------
 * A process that writes nothing to the shelf keeps no bounds. Behind a node server the server keeps
   them.
-* Parts are closed in this order: uses, which are recorded first; the memory tier; housekeeping,
-  which lifts its bounds; the disk tier; the shelf. Stores have ended by then.
+* Parts are closed in this order: uses, which are recorded first; housekeeping, which lifts its
+  bounds; the disk tier; the shelf. Stores have ended by then.
 * :meth:`Assembly.keep_bounds` and :meth:`Assembly.shelf` never block.
 """
 
@@ -41,10 +41,7 @@ from kvshelf.tiers.tiered import AnyShelf, TieredShelf, open_configured, shelf_u
 from kvshelf.urls import shown_url
 
 if TYPE_CHECKING:
-    import torch
-
     from kvshelf.tiers.disk_tier import DiskTier
-    from kvshelf.tiers.memory_tier import MemoryTier
 
 logger = logging.getLogger(__name__)
 
@@ -79,9 +76,6 @@ class Assembly:
     shelf : Callable
     url : str
     uses : Uses
-    memory : MemoryTier or None
-    memory_in_place : bool
-        Loads copy straight from the memory tier to the caches.
     keeper : Keeper or None
         Keeps the bounds; learns of tails and markers that this process writes.
 
@@ -105,8 +99,6 @@ class Assembly:
         self.shelf = shelf
         self.url = url
         self.uses = Uses.of(config, counters, on_thread_start=on_thread_start)
-        self.memory: MemoryTier | None = None
-        self.memory_in_place = True
         self.keeper: Keeper | None = None
         self._config = config
         self._on_thread_start = on_thread_start
@@ -119,55 +111,6 @@ class Assembly:
         """The shelf and its disk tier, apart, of a cache or a server."""
         assert self._storage is not None
         return self._storage
-
-    # ------------------------------------------------------------- memory
-
-    def take_memory(self, device: torch.device | None = None) -> None:
-        """Take the memory of the tier that is configured, once.
-
-        Parameters
-        ----------
-        device : torch.device, optional
-            Of the caches. For a GPU the memory is page-locked, if the system allows it.
-
-        Raises
-        ------
-        ConfigError
-            If there is not so much free memory.
-        """
-        nbytes = self._config.memory_bytes
-        if not nbytes or self.memory is not None:
-            return
-        from kvshelf.tiers.memory_tier import MemoryTier
-
-        if device is not None and device.type == "cuda":
-            try:
-                self.memory = MemoryTier(nbytes, counters=self.counters, device=device)
-                return
-            except RuntimeError as error:
-                logger.warning(
-                    "could not pin the memory tier (%s); its objects are copied to staging on their"
-                    " way to the GPU",
-                    error,
-                )
-            self.memory_in_place = False
-        self.memory = MemoryTier(nbytes, counters=self.counters)
-
-    def take_prefetch_memory(self, nbytes: int, *, in_place: bool) -> None:
-        """Take memory for what is read ahead, as it is needed, unless there is a tier.
-
-        Parameters
-        ----------
-        nbytes : int
-            0: for nothing.
-        in_place : bool
-            Caches can be filled from ordinary memory.
-        """
-        if nbytes and self.memory is None:
-            from kvshelf.tiers.memory_tier import MemoryTier
-
-            self.memory = MemoryTier(nbytes, counters=self.counters, lazy=True)
-            self.memory_in_place = in_place
 
     # ------------------------------------------------------------- housekeeping
 
@@ -190,8 +133,6 @@ class Assembly:
     def close(self) -> None:
         """Record queued uses for a limited time, and close all parts. Idempotent."""
         self.uses.close()
-        if self.memory is not None:
-            self.memory.close()
         if self.keeper is not None:
             self.keeper.close()
         self._closing.close()
@@ -220,7 +161,7 @@ def assemble(
     Raises
     ------
     ConfigError
-        If the configuration cannot work, or there is not so much free memory.
+        If the configuration cannot work.
     StorageError
         If the shelf cannot be opened, and waiting would not help; for a cache, also if its storage
         does not answer.
@@ -258,9 +199,7 @@ def assemble(
         assembly = Assembly(
             config, counters, get, storage=storage, url=shown, on_thread_start=on_thread_start
         )
-        if role is Role.CACHE:
-            assembly.take_memory()
-            if config.server is None:
-                assembly.keep_bounds()
+        if role is Role.CACHE and config.server is None:
+            assembly.keep_bounds()
         assembly._closing = closing.pop_all()
     return assembly

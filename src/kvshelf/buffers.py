@@ -1,4 +1,4 @@
-"""An allocator of staging and device memory for KV in transit: host, pinned or device.
+"""An allocator of memory for KV in transit: host, pinned or device.
 
 Owns the memory behind every pool of buffers: its allocation from the system, its division into
 aligned buffers, and the record of which parts are free.

@@ -91,13 +91,12 @@ _OF_THE_SERVER: Final = (
     "memory",
     "capacity",
 )
-_PREFETCH_BYTES: Final = 256 << 20
-#: Bytes of host memory for chunks in transit where a model needs no more.
-LEAST_STAGING: Final = 1 << 30
+#: Bytes of host memory for chunks where `memory` is not set and a model needs no more.
+DEFAULT_MEMORY: Final = 1 << 30
 LEAST_MEMORY: Final = 4096
 #: A shorter age would delete chunks in use: uses are recorded about once a minute at most.
 LEAST_MAX_AGE: Final = 120.0
-_PREFETCH_FROM_PROBE_SECONDS: Final = 1e-3
+_READS_AHEAD_FROM_PROBE_SECONDS: Final = 1e-3
 #: Options that are mappings, and what they look like.
 _MAPPINGS: Final = types.MappingProxyType(
     {
@@ -319,14 +318,16 @@ class Config(BaseSettings):
     `capacity`, `disk_tier` and `memory` must not be set together with this option. While the server
     does not answer, the engine computes everything. See [Storage](storage.md)."""
     memory: Annotated[int, _quantity(parse_size, LEAST_MEMORY)] | None = None
-    """Host memory of the engine on each machine, in front of the disk tier: `20GiB`. The ranks of a
-    machine have equal parts. It keeps copies of objects that were loaded from the shelf or stored
-    on it, and later loads read them in place. All of it is taken when the engine starts; if so much
-    is not free, the engine does not start. When it is full, the least recently used objects are
-    evicted, the ends of prompts first. At most half of it holds objects that were read ahead for
-    requests that wait to be scheduled. If the option is not set, only such objects are kept in
-    memory: up to `256MiB` on storage with a probe latency of 1 ms or more, such as S3; none on
-    faster storage. See [Storage](storage.md)."""
+    """Host memory of the engine on each machine for chunks: `20GiB`. The ranks of a machine have
+    equal parts. Chunks are loaded and stored through it, and it keeps what was loaded from the
+    shelf or stored on it: later loads read that in place. If so much is not free when the engine
+    starts, it does not start; the engine takes the memory in the background, 1 GiB at a time. When
+    it is full, the engine evicts chunks that were not used lately. At most half of it holds chunks
+    that are being stored, and at most half chunks that were read ahead for requests that wait to be
+    scheduled. If the option is not set, the engine takes what four steps need: at least `1GiB`, and
+    beyond that at most a sixteenth of the machine's memory. It keeps nothing then but chunks that
+    were read ahead, from storage with a probe latency of 1 ms or more, such as S3. See
+    [Storage](storage.md)."""
     capacity: CapacityConfig = CapacityConfig()
     """Bounds of the shelf, all optional: `{"max_bytes": "2TiB", "max_age": "7d"}`. `max_bytes`
     bounds all objects on the shelf, of all models and engines together. Near it, engines delete the
@@ -432,16 +433,14 @@ class Config(BaseSettings):
         }
         return ", ".join(f"{name} {value}" for name, value in told.items() if value) or "no bounds"
 
-    def prefetch_budget(self, probe_seconds: float) -> int:
-        """Bytes for what is read ahead from storage with this probe latency.
+    def reads_ahead(self, probe_seconds: float) -> bool:
+        """Whether chunks are read ahead from storage with this probe latency.
 
         With a node server nothing is read ahead here: the memory is the server's.
         """
         if self.server is not None:
-            return 0
-        if self.memory_bytes:
-            return self.memory_bytes // 2
-        return 0 if probe_seconds < _PREFETCH_FROM_PROBE_SECONDS else _PREFETCH_BYTES
+            return False
+        return self.memory_bytes > 0 or probe_seconds >= _READS_AHEAD_FROM_PROBE_SECONDS
 
     @model_validator(mode="after")
     def _consistent(self) -> Config:

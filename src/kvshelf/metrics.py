@@ -74,7 +74,9 @@ COUNTERS: Mapping[str, str] = {
     "unrepaired_objects": (
         "bad objects found by an engine that stores nothing, and so cannot replace them"
     ),
-    "dropped_chunks_staging_full": "chunks dropped because staging was full",
+    "dropped_chunks_staging_full": (
+        "chunks dropped because the memory for stores, or the GPU's buffers for them, were full"
+    ),
     "dropped_chunks_unavailable": (
         "chunks dropped because a circuit breaker was open, the storage was read-only, or every"
         " store thread was stuck"
@@ -119,18 +121,15 @@ COUNTERS: Mapping[str, str] = {
     "stuck_threads": "threads that got stuck in a storage call and were replaced",
     "breaker_opens": "times that a circuit breaker opened",
     "breaker_closes": "times that a circuit breaker closed again",
-    "prefetched_objects": "objects prefetched into the memory tier",
-    "prefetched_bytes": "bytes of objects prefetched into the memory tier",
-    "prefetched_unused_objects": "prefetched objects that no load used",
-    "memory_tier_loaded_objects": "objects that loads found in the memory tier",
-    "memory_tier_loaded_bytes": "bytes of objects that loads found in the memory tier",
-    "memory_tier_stored_objects": "objects that came into the memory tier",
-    "memory_tier_stored_bytes": "bytes of objects that came into the memory tier",
-    "memory_tier_evicted_objects": "objects evicted from the memory tier",
-    "memory_tier_evicted_bytes": "bytes of objects evicted from the memory tier",
-    "memory_tier_dropped_objects": (
-        "objects not kept in the memory tier because all of it was in use, or it was too small"
-    ),
+    "prefetched_objects": "objects read ahead into memory",
+    "prefetched_bytes": "bytes of objects read ahead into memory",
+    "prefetched_unused_objects": "objects read ahead that no load used",
+    "memory_tier_loaded_objects": "objects that loads found in memory",
+    "memory_tier_loaded_bytes": "bytes of objects that loads found in memory",
+    "memory_tier_stored_objects": "objects kept in memory",
+    "memory_tier_stored_bytes": "bytes of objects kept in memory",
+    "memory_tier_evicted_objects": "objects evicted from memory",
+    "memory_tier_evicted_bytes": "bytes of objects evicted from memory",
     "disk_tier_loaded_objects": "objects that loads found in the disk tier",
     "disk_tier_loaded_bytes": "bytes of objects that loads found in the disk tier",
     "disk_tier_stored_bytes": "bytes of objects copied to the disk tier",
@@ -166,7 +165,7 @@ OPERATIONS: Mapping[str, str] = {
     "probe": "probing a batch of objects",
     "read": "waiting for the bytes of one object",
     "verify": "verifying one object",
-    "scatter": "copying one object into the paged KV cache",
+    "scatter": "copying one chunk into the paged KV cache",
     "gather": "copying one chunk out of the paged KV cache, within an engine step",
     "publish": "writing one object",
     "handover_wait": (
@@ -186,8 +185,14 @@ TIME_BOUNDS: tuple[float, ...] = (
 
 #: Every gauge: its meaning, and how the values of an engine's processes become one.
 GAUGES: Mapping[str, tuple[str, Literal["sum", "max"]]] = {
-    "staging_used_bytes": ("bytes of staging in use at the end of the last step", "sum"),
-    "staging_limit_bytes": ("upper limit of staging in bytes", "sum"),
+    "staging_used_bytes": (
+        "bytes of the memory for chunks in use at the end of the last step",
+        "sum",
+    ),
+    "staging_limit_bytes": (
+        "bytes of the memory for chunks, as far as it has been taken",
+        "sum",
+    ),
     "read_breaker_state": ("read circuit breaker: 0 closed, 1 half-open, 2 open", "max"),
     "write_breaker_state": (
         "write circuit breaker: 0 closed, 1 half-open, 2 open, 3 while the storage takes no stores",
@@ -201,9 +206,15 @@ GAUGES: Mapping[str, tuple[str, Literal["sum", "max"]]] = {
         "whole seconds by which the storage's clock and this machine's differ, as visits find",
         "max",
     ),
-    "memory_tier_used_bytes": ("bytes of all objects in the memory tier", "sum"),
-    "memory_tier_pinned_bytes": ("bytes of objects in the memory tier that are in use", "sum"),
-    "memory_tier_limit_bytes": ("upper limit of the memory tier in bytes", "sum"),
+    "memory_tier_used_bytes": ("bytes of all objects that are kept in memory", "sum"),
+    "memory_tier_pinned_bytes": (
+        "bytes of memory for what is read ahead, until its requests have used it",
+        "sum",
+    ),
+    "memory_tier_limit_bytes": (
+        "upper limit of what is kept in memory, in bytes: the option `memory`; 0 without it",
+        "sum",
+    ),
     "disk_tier_used_bytes": ("bytes of all objects in the disk tier", "max"),
     "pending_late_calls": ("storage calls past their deadline that have not returned", "sum"),
 }

@@ -34,9 +34,7 @@ def uses() -> Iterator[Uses]:
 def cache(tmp_path: Path, uses: Uses) -> Iterator[ChunkCache]:
     namespace = facts().namespace(chunk_size=CHUNK, shards=4)
     shelf = Shelf(FaultyStorage(posix(tmp_path)))
-    with ChunkCache(
-        shelf, namespace, staging_bytes=1 << 20, timeout_s=PATIENCE, uses=uses
-    ) as cache:
+    with ChunkCache(shelf, namespace, memory_bytes=1 << 20, timeout_s=PATIENCE, uses=uses) as cache:
         fill(cache, full=5, windows=5, states=(2, 5))
         yield cache
     assert not uses.closed, "who opened it closes it"
@@ -88,7 +86,7 @@ def recorders() -> int:
 
 def test_caches_of_all_kinds_record_on_one_thread(tmp_path: Path) -> None:
     namespace = facts().namespace(chunk_size=CHUNK, shards=4)
-    with ChunkCache(Shelf(posix(tmp_path)), namespace, staging_bytes=1 << 20) as cache:
+    with ChunkCache(Shelf(posix(tmp_path)), namespace, memory_bytes=1 << 20) as cache:
         fill(cache, full=5, windows=5, states=())
         for kind in ("full", "window"):
             retrieve(cache, kind, TOKENS)

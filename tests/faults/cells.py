@@ -333,7 +333,7 @@ class EngineStandIn:
             self.backend,
             self.fmt,
             blocks=CHUNKS * 2 * 8,
-            staging_objects=24,
+            memory_chunks=24,
             deadlines=Deadlines(self.deadline, self.deadline, self.deadline),
         )
         self.failed = FailedKeys()

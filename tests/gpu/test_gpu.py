@@ -26,7 +26,7 @@ from kvshelf.errors import DeviceUnavailableError
 from kvshelf.kv.caches import LayerCall
 from kvshelf.kv.device import DeviceKVCache
 from kvshelf.memory import arena
-from kvshelf.transfer.staging import StagingPool
+from kvshelf.memory.chunk_memory import ChunkMemory
 from tests.support.paged import DTYPES, FORMS, Paged, make_paged
 
 pytestmark = [
@@ -196,7 +196,7 @@ SHARDS, TOKENS = 2, 64
 
 
 class Rig:
-    """Caches, the path between them and the host, and page-locked staging for a chunk."""
+    """Caches, the path between them and the host, and page-locked memory for a chunk."""
 
     def __init__(self, form: str = "bhnc-nhd", **options: object) -> None:
         self.pages = pages_of(form, blocks=16, **options)
@@ -207,28 +207,29 @@ class Rig:
             shard: [LayerCall(self.pages.caches, self.pages.layout, 0, size, heads, shard * heads)]
             for shard in range(SHARDS)
         }
-        self.pool = StagingPool(16 << 20, size, together=SHARDS, device=DEVICE)
-        self.path = DeviceKVCache(calls, pinned=self.pool.pinned)
-        self.buffers = self.pool.acquire_for_load(SHARDS, 1) or []
-        self.staging = [buffer.tensor for buffer in self.buffers]
+        self.memory = ChunkMemory(16 << 20, device=DEVICE)
+        self.path = DeviceKVCache(calls, pinned=self.memory.is_pinned)
+        self.payloads = list(self.memory.tensor[: SHARDS * size].split(size))
 
     def expected(self, slots: Tensor, pages: Paged | None = None) -> Tensor:
         """[shards, bytes] that a gather of the caches, or others, must give."""
         return (pages or self.pages).gathered(slots.view(1, -1), 0, self.heads, SHARDS)[0]
 
     def store(self, slots: Tensor) -> None:
-        """Gather into staging, and wait."""
-        for payload in self.staging:
+        """Gather into memory, and wait."""
+        for payload in self.payloads:
             payload.fill_(POISON)
-        copied = self.path.gather(slots, self.staging)
+        copied = self.path.gather(slots, self.payloads)
         assert copied is not None, "no device buffer is free though all gathers have ended"
         copied.wait()
 
     def load(self, slots: Tensor) -> None:
-        """Scatter from staging on another thread, as a load thread does."""
+        """Scatter from memory on another thread, as a load thread does."""
         fence = self.path.fence()
         with ThreadPoolExecutor(1) as pool:
-            pool.submit(self.path.scatter_chunk, range(SHARDS), slots, self.staging, fence).result()
+            pool.submit(
+                self.path.scatter_chunk, range(SHARDS), slots, self.payloads, fence
+            ).result()
 
 
 @contextmanager
@@ -236,8 +237,7 @@ def rig(form: str = "bhnc-nhd", **options: object) -> Iterator[Rig]:
     made = Rig(form, **options)
     yield made
     made.path.close()
-    made.pool.release(*made.buffers)
-    made.pool.close()
+    made.memory.close()
 
 
 @pytest.mark.parametrize("form", ["bhnc-nhd", "bhnc-hnd", "2bnhd", "b2nhd"])
@@ -247,7 +247,7 @@ def test_a_chunk_comes_back(form: str) -> None:
             slots = slots_of(made.pages, 1, TOKENS, seed, skip=0)[0]
             want = made.expected(slots)
             made.store(slots)
-            same(torch.stack(made.staging), want)
+            same(torch.stack(made.payloads), want)
             for part in made.pages.memory:
                 part.zero_()
             made.load(slots)
@@ -265,26 +265,26 @@ def test_a_store_has_what_was_written_before_it_and_nothing_later() -> None:
             fall_behind()
             for part, new in zip(made.pages.memory, fresh.memory, strict=True):
                 part.copy_(new)
-            copied = made.path.gather(slots, made.staging)
+            copied = made.path.gather(slots, made.payloads)
             assert copied is not None
             for part in made.pages.memory:
                 part.random_(0, 256)
             copied.wait()
-            same(torch.stack(made.staging), want)
+            same(torch.stack(made.payloads), want)
 
 
 def test_a_load_comes_after_what_the_engine_had_enqueued() -> None:
     with rig() as made, torch.cuda.stream(torch.cuda.Stream(DEVICE)):
         for seed in range(8):
             slots = slots_of(made.pages, 1, TOKENS, seed, skip=0)[0]
-            for payload in made.staging:
+            for payload in made.payloads:
                 payload.random_(0, 256)
             fall_behind()
             for part in made.pages.memory:
                 part.zero_()
             made.load(slots)
             torch.cuda.synchronize()
-            same(made.expected(slots), torch.stack(made.staging))
+            same(made.expected(slots), torch.stack(made.payloads))
 
 
 def test_nothing_touches_the_caches_of_an_engine_that_sleeps() -> None:
@@ -302,13 +302,13 @@ def test_nothing_touches_the_caches_of_an_engine_that_sleeps() -> None:
         same(made.expected(slots), want)
 
 
-def test_staging_that_cannot_be_page_locked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_cannot_be_page_locked(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise RuntimeError("cudaHostRegister failed")
 
     monkeypatch.setattr(arena, "page_lock", refuse)
     with rig() as made:
-        assert not made.pool.pinned
+        assert not made.memory.is_pinned
         slots = slots_of(made.pages, 1, TOKENS, skip=0)[0]
         want = made.expected(slots)
         made.store(slots)

@@ -1,4 +1,4 @@
-"""The memory of a tier: really there, or refused; shared with others for reading only."""
+"""A range of host memory: really there, or refused; shared with others for reading only."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ import torch
 from kvshelf import pages
 from kvshelf.errors import ConfigError, UnsupportedError
 from kvshelf.memory.arena import Arena
+from tests.native.fake_cudart import fake_cudart
 from tests.support.memory import resident
 
 MIB = 1 << 20
@@ -86,17 +87,92 @@ def test_memory_that_others_take_meanwhile_is_refused(monkeypatch: pytest.Monkey
     assert kernel.asked == 1
 
 
-def test_contradictions_are_refused() -> None:
+def test_arena_of_no_bytes_is_refused() -> None:
     with pytest.raises(ConfigError, match="at least 1"):
         Arena(0)
-    with pytest.raises(ConfigError, match="not both"):
-        Arena(MIB, lazy=True, device=torch.device("cuda"))
+
+
+# ---------------------------------------------------------------------- memory taken piece by piece
+
+
+@pytest.mark.parametrize("populate", ["by the kernel", "by writing"])
+def test_lazy_memory_is_there_where_it_was_taken(
+    populate: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pages, "free_memory", lambda: (1 << 40, "what is left"))
+    arena = Arena(8 * MIB, lazy=True)
+    assert resident(arena.view) == 0
+    with monkeypatch.context() as patch:
+        if populate == "by writing":
+            Kernel(patch, errno.EINVAL)
+        arena.take(2 * MIB, 4 * MIB)
+    assert resident(arena.view) == resident(arena.view[2 * MIB : 4 * MIB]) == 2 * MIB
+    arena.view[3 * MIB] = 7
+    arena.take(2 * MIB, 8 * MIB)
+    # What was there keeps its bytes.
+    assert resident(arena.view) == 6 * MIB
+    assert arena.view[3 * MIB] == 7
+    arena.close()
+
+
+def test_lazy_memory_is_there_without_a_look_at_what_is_free(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pages, "free_memory", lambda: (0, "what is left"))
+    arena = Arena(8 * MIB, lazy=True)
+    arena.view[0] = 7
+    assert arena.view[0] == 7
+    arena.close()
+
+
+def test_piece_that_is_not_free_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pages, "free_memory", lambda: (4 * MIB, "what is left"))
+    arena = Arena(8 * MIB, lazy=True)
+    arena.take(0, 2 * MIB)
+    expected = r"4456448 bytes have to be free, and 4194304 are \(what is left\)"
+    with pytest.raises(MemoryError, match=expected):
+        arena.take(2 * MIB, 6 * MIB)
+    arena.take(2 * MIB, 4 * MIB)
+    assert resident(arena.view[: 6 * MIB]) == 4 * MIB
+    arena.close()
+
+
+def test_pieces_are_page_locked_until_the_arena_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pages, "LOCKED_AT_ONCE", 2 * MIB)
+    device = torch.device("cuda", 0)
+    with fake_cudart() as runtime:
+        arena = Arena(8 * MIB, lazy=True, inherited=False)
+        arena.take(0, MIB)
+        arena.take(MIB, 2 * MIB, device)
+        assert runtime.holds(arena.view[MIB : 2 * MIB])
+        assert not runtime.holds(arena.view[:MIB])
+        # A large piece is locked in several.
+        arena.take(2 * MIB, 5 * MIB, device)
+        assert list(runtime.registered.values()) == [MIB, 2 * MIB, MIB]
+        runtime.most = 5 * MIB
+        with pytest.raises(RuntimeError, match=r"after 0 of 3145728 bytes .* out of memory"):
+            arena.take(5 * MIB, 8 * MIB, device)
+        assert len(runtime.registered) == 3
+        arena.close()
+        assert runtime.registered == {}
+        arena.close()
+
+
+def test_memory_that_is_page_locked_twice_is_locked_once() -> None:
+    with fake_cudart() as runtime:
+        arena = Arena(8 * MIB)
+        arena.page_lock(torch.device("cuda", 0))
+        arena.page_lock(torch.device("cuda", 0))
+        assert list(runtime.registered.values()) == [8 * MIB]
+        arena.close()
+        assert runtime.registered == {}
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("shared", [False, True])
 def test_memory_for_a_gpu(shared: bool) -> None:
-    arena = Arena(64 * MIB, shared=shared, device=torch.device("cuda"))
+    arena = Arena(64 * MIB, shared=shared, lazy=True, inherited=False)
+    arena.take(0, 64 * MIB, torch.device("cuda"))
     assert arena.tensor.is_pinned()
     arena.tensor.fill_(3)
     copied = arena.tensor.to("cuda", non_blocking=True)
@@ -129,20 +205,34 @@ def test_others_see_the_bytes_and_cannot_change_them() -> None:
 
 
 @pytest.mark.real
-def test_a_forked_process_has_no_shared_memory() -> None:
-    arena = Arena(MIB, shared=True)
-    place = f"{pages.address_of(arena.view):x}-"
+@pytest.mark.parametrize(
+    ("options", "is_inherited"),
+    [
+        ({}, True),
+        ({"lazy": True}, True),
+        ({"inherited": False}, False),
+        ({"lazy": True, "inherited": False}, False),
+        ({"shared": True}, False),
+        ({"shared": True, "inherited": True}, False),
+    ],
+)
+def test_a_forked_process_has_memory_that_is_inherited_and_not_shared(
+    options: dict[str, bool], is_inherited: bool
+) -> None:
+    arena = Arena(MIB, **options)
+    address = pages.address_of(arena.view)
 
-    def mapped() -> bool:
+    def is_mapped() -> bool:
         lines = Path("/proc/self/maps").read_text().splitlines()
-        return any(line.startswith(place) for line in lines)
+        ranges = [line.split()[0].split("-") for line in lines]
+        return any(int(start, 16) <= address < int(stop, 16) for start, stop in ranges)
 
-    assert mapped()
+    assert is_mapped()
     child = os.fork()
     if not child:
-        os._exit(mapped())
+        os._exit(is_mapped())
     _, status = os.waitpid(child, 0)
-    assert os.waitstatus_to_exitcode(status) == 0
+    assert os.waitstatus_to_exitcode(status) == is_inherited
     arena.close()
 
 

@@ -1,4 +1,4 @@
-"""The path between caches on a device and staging buffers, on a device that is not there.
+"""The path between caches on a device and host memory, on a device that is not there.
 
 The caches, the device buffers and the kernels are emulated on the host; streams are simulated: the
 test decides when what was enqueued has ended. What both copiers promise is tested with both: the
@@ -587,7 +587,7 @@ def test_gathers_are_refused_while_all_buffers_are_under_way(native: None) -> No
 
 
 def test_a_gather_is_known_to_have_ended_only_when_its_bytes_are_there(native: None) -> None:
-    """Its staging may be given away then, though nobody waited."""
+    """Its memory may be given away then, though nobody waited."""
     rig = make_rig(ring=2)
     begun: list[tuple[PendingCopy, list[torch.Tensor]]] = []
     expected = rig.expected(SLOTS)
@@ -830,7 +830,7 @@ def test_loads_of_several_threads_share_the_buffers(copier: str) -> None:
 
 
 @pytest.mark.parametrize("what", ["kernels", "copies"])
-def test_after_a_failed_scatter_nothing_reads_the_staging_buffer(rig: Rig, what: str) -> None:
+def test_after_a_failed_scatter_nothing_reads_the_payload(rig: Rig, what: str) -> None:
     rig.streams.broken = {what}
     with pytest.raises(DeviceUnavailableError, match="launch failure"):
         rig.path.scatter(0, torch.tensor(SLOTS), rig.payloads()[0])
@@ -956,7 +956,7 @@ def test_a_gather_under_way_is_waited_for_although_the_device_failed(native_rig:
     waiting = threading.Thread(target=wait)
     waiting.start()
     waiting.join(0.1)
-    # The device may still write into the staging buffers.
+    # The device may still write into the payloads.
     assert waiting.is_alive()
     native_rig.streams.ended.set()
     waiting.join(30)

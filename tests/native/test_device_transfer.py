@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ import torch
 
 from kvshelf.errors import DeviceUnavailableError, UnsupportedError
 from kvshelf.format.keys import KeyChain
-from kvshelf.kv.caches import KVMemory, LayerRun, PendingCopy, layer_calls
+from kvshelf.kv.caches import LayerRun, layer_calls
 from kvshelf.kv.device import DeviceKVCache
 from kvshelf.kv.layout import PermutedLayout, permutation_bytes, slots_of
 from kvshelf.transfer.context import ChunkSlots
@@ -146,10 +146,10 @@ def test_stores_are_dropped_while_the_device_has_no_buffer(tmp_path: Path) -> No
             StoreOutcome.PARENT_DROPPED,
         ]
         assert rig.count("dropped_chunks_staging_full") == 1
-        assert rig.staging.in_use == 2 * rig.fmt.shards
+        assert rig.chunks_in_use == 2
         streams.ended.set()
         assert rig.transfer.drain(PATIENCE) == 0
-        assert rig.staging.in_use == 0
+        assert rig.chunks_in_use == 0
         assert rig.stores.store(items[2]) == StoreOutcome.QUEUED
 
 
@@ -167,7 +167,7 @@ def test_what_a_failed_device_copied_is_not_published(
         assert rig.stores.store(item) == StoreOutcome.QUEUED
         assert rig.transfer.drain(PATIENCE) == 0
         assert rig.count("dropped_chunks_unavailable") == 1
-        assert rig.staging.in_use == 0
+        assert rig.chunks_in_use == 0
         assert not rig.path(item.chunk, 0).exists()
 
 
@@ -187,7 +187,7 @@ def test_a_load_comes_after_what_the_engine_had_enqueued_when_it_began(tmp_path:
         assert {stream.name for stream in kernels} == {"urgent"}  # type: ignore[attr-defined]
 
 
-def test_staging_is_not_given_back_while_a_device_copies_into_it(tmp_path: Path) -> None:
+def test_memory_is_not_given_back_while_a_device_copies_into_it(tmp_path: Path) -> None:
     streams = FakeStreams()
     with on_device(tmp_path, streams) as rig:
         items = rig.items(make_chunks(rig.fmt, 3), 0)
@@ -198,11 +198,11 @@ def test_staging_is_not_given_back_while_a_device_copies_into_it(tmp_path: Path)
         closing_.start()
         closing_.join(0.2)
         assert closing_.is_alive()
-        assert rig.staging.in_use == 3 * rig.fmt.shards
+        assert rig.chunks_in_use == 3
         streams.ended.set()
         closing_.join(PATIENCE)
         assert not closing_.is_alive()
-        until(lambda: rig.staging.in_use == 0)
+        until(lambda: rig.chunks_in_use == 0)
 
 
 def test_permuted_caches_on_a_device_are_refused() -> None:
@@ -224,7 +224,7 @@ def test_permuted_caches_on_a_device_are_refused() -> None:
         DeviceKVCache(layer_calls(fmt, [LayerRun(0, caches, layout)]), streams=FakeStreams())
 
 
-def test_what_goes_to_memory_asks_nothing_of_the_device(
+def test_what_is_read_ahead_asks_nothing_of_the_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with on_device(tmp_path, FakeStreams()) as rig:
@@ -235,23 +235,12 @@ def test_what_goes_to_memory_asks_nothing_of_the_device(
             raise DeviceUnavailableError("the device failed")
 
         monkeypatch.setattr(DeviceKVCache, "fence", broken)
-        got: list[int] = []
-
-        class Memory(KVMemory):
-            def gather(self, slots: torch.Tensor, payloads: Sequence[torch.Tensor]) -> PendingCopy:
-                raise AssertionError
-
-            def scatter(
-                self, shard: int, slots: torch.Tensor, payload: torch.Tensor, fence: object = None
-            ) -> None:
-                got.append(shard)
-
         none, ended = torch.empty(0, dtype=torch.int64), threading.Event()
         load = rig.loads.load(
-            [ChunkSlots(chunk, none, Memory()) for chunk in chunks],
+            [ChunkSlots(chunk, none) for chunk in chunks],
             early=True,
             on_done=lambda _: ended.set(),
         )
         assert ended.wait(PATIENCE)
-        assert (load.failed_at, len(got)) == (None, 2 * rig.fmt.shards)
+        assert (load.failed_at, rig.context.places.leading(chunks)) == (None, 2)
         assert rig.load(chunks, 20)[0].failed_at == 0

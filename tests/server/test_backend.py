@@ -116,7 +116,7 @@ class Setting:
             PosixBackend(self.folder / "unused"),
             fmt=self.fmt,
             in_front=lambda _: self.connect(segment=segment),
-            staging_objects=64,
+            memory_chunks=64,
             **options,
         )
         self.stack.callback(rig.close)
@@ -280,7 +280,7 @@ def test_a_transfer_stores_and_loads_in_place(setting: Setting) -> None:
 def test_what_was_gathered_in_the_segment_is_stored_from_there(
     setting: Setting, on_device: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    segment = Segment(4096, regions=1 << 20)
+    segment = Segment(4096, regions=2 << 20)
     setting.stack.callback(segment.close)
     streams = SimulatedStreams() if on_device else None
     writer = setting.rig(segment, streams=streams, regions=segment.take_region)

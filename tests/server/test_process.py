@@ -248,19 +248,19 @@ def test_what_is_being_stored_is_published_before_the_end(
 def test_stores_under_way_when_the_server_is_killed_are_dropped_and_stored_later(
     tmp_path: Path, server: ServeProcess
 ) -> None:
-    """The staging lies in the memory from which the server takes what is stored."""
+    """Chunks are gathered into the memory from which the server takes what is stored."""
     fmt = make_format()
     chunks = make_chunks(fmt, 20)
     refs = [ObjectRef(chunk, shard) for chunk in chunks for shard in range(fmt.shards)]
     with contextlib.ExitStack() as stack:
-        segment = Segment(4096, regions=1 << 20)
+        segment = Segment(4096, regions=2 << 20)
         shelf = stack.enter_context(open_served(server.url, segment=segment))
         rig = Rig(
             posix(tmp_path / "unused"),
             fmt=fmt,
             blocks=512,
             in_front=lambda _: shelf,
-            staging_objects=64,
+            memory_chunks=64,
             options={"store_threads": 3},
             regions=segment.take_region,
         )
@@ -277,7 +277,7 @@ def test_stores_under_way_when_the_server_is_killed_are_dropped_and_stored_later
         until(lambda: rig.count("stored_chunks") >= 2)
         server.kill()
         assert rig.transfer.drain(PATIENCE) == 0
-        assert rig.staging.in_use == 0
+        assert rig.chunks_in_use == 0
         server.start()
         view = shelf.view(fmt)
 

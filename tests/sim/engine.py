@@ -673,11 +673,14 @@ class EngineModel(ScheduledRequests):
         self.unit = [group.block_size * decode_context for group in groups]
         ranks = tensor_parallel * prefill_context
         most = max(heads for group in groups for heads in group.heads)
+        block_size = min(group.block_size for group in groups if group.kind != "ring")
+        # vLLM ends the steps of a prompt at these blocks, and takes them for those of states.
+        assert all(group.block_size == block_size for group in groups if group.is_state)
         self.config = scheduler_config(
             model_config(
                 **{"get_total_num_kv_heads": lambda: most, "max_model_len": 16384, **(model or {})}
             ),
-            block_size=min(group.block_size for group in groups if group.kind != "ring"),
+            block_size=block_size,
             blocks=blocks,
             budget=budget,
             requests=requests,

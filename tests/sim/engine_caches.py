@@ -167,7 +167,7 @@ def transfer_config(shelf: str, role: str = "kv_both", **options: Any) -> Simple
         **({} if "server" in options else {"shared_storage_path": shelf}),
         "chunk_size": 8,
         "weights": "name:test",
-        **constants.taken({"staging_bytes": 1 << 20, **options}),
+        **constants.taken({"memory_bytes": 8 << 20, **options}),
     }
     return SimpleNamespace(
         kv_connector="SharedStorageConnector",

@@ -466,6 +466,14 @@ class Said(SimpleNamespace):
         return cls(**vars(facts), **vars(meta))
 
 
+def limit_stores(side: WorkerSide, chunks: int) -> None:
+    """Let stores of each kind pin at most so many chunks, in a namespace that is open."""
+    registration = side.model.registration
+    assert registration.host is not None and registration.serves
+    for shares in registration.host._users.values():
+        shares.stores.limit = chunks * shares.slot_bytes
+
+
 class LoneWorker:
     """A worker's connector with registered caches, without an engine.
 

@@ -1,4 +1,4 @@
-"""What is still in use when a test in simulated time has ended: staging, pins, leases, loads.
+"""What is still in use when a test in simulated time has ended: memory, leases, loads.
 
 Owns the list of what a test has made that hands out memory (:class:`Owners`). Nothing of the
 product is imported here: a run without torch has no transfers. A test that leaves a storage which
@@ -21,8 +21,8 @@ _OWNERS = {
     "Desk": "tests.server.desk",
     "Loads": "kvshelf.transfer.loads",
     "Stores": "kvshelf.transfer.stores",
-    "StagingPool": "kvshelf.transfer.staging",
-    "KindMemory": "kvshelf.transfer.prefetch",
+    "ReadAhead": "kvshelf.transfer.read_ahead",
+    "ChunkMemory": "kvshelf.memory.chunk_memory",
     "HostMemory": "kvshelf.memory.host_memory",
 }
 #: Simulated seconds in which all must end, and the longest pause between two looks.
@@ -60,6 +60,8 @@ class Owners:
             storage.let_go()
         for desk in self._all("Desk"):
             desk.end()
+        for ahead in self._all("ReadAhead"):
+            ahead.release_all()
         deadline, pause = time.monotonic() + _SECONDS, 0.001
         while (unfinished := list(self._unfinished())) and time.monotonic() < deadline:
             # What is late is given up when its caller asks for it.
@@ -67,8 +69,6 @@ class Owners:
                 loads.check()
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
-        for memory in self._all("KindMemory"):
-            memory.close()
         return unfinished or list(self._in_use())
 
     def _unfinished(self) -> Iterator[str]:
@@ -78,9 +78,9 @@ class Owners:
         for stores in self._all("Stores"):
             if stores._in_flight or stores._running:
                 yield f"{len(stores._in_flight)} stores have not ended"
-        for pool in self._all("StagingPool"):
-            if pool.in_use:
-                yield f"{pool.in_use} staging buffers are in use"
+        for memory in self._all("ChunkMemory"):
+            if pinned := memory.ring.stats().pinned_bytes:
+                yield f"{pinned} bytes are pinned in {memory}"
 
     def _in_use(self) -> Iterator[str]:
         for memory in self._all("HostMemory"):

@@ -1,10 +1,11 @@
 """A vLLM engine on a shelf that is damaged all the time: is every answer still right?
 
 An engine with the inert connector first answers every prompt of a random pool: the reference. Then
-an engine with a memory tier, a bounded shelf and few blocks answers prompts of the pool for as long
-as asked. A thread spoils objects, takes them away, and now and then harms the shelf as a whole: it
-removes or spoils folders, and fills the filesystem, stops its writes or makes it read-only. It
-mends that after a while. In the end all is mended, and the engine must hit again without a restart.
+an engine that keeps chunks in memory, has few blocks and a bounded shelf answers prompts of the
+pool for as long as asked. A thread spoils objects, takes them away, and now and then harms the
+shelf as a whole: it removes or spoils folders, and fills the filesystem, stops its writes or makes
+it read-only. It mends that after a while. In the end all is mended, and the engine must hit again
+without a restart.
 
 Everything computes in float32 on one core. An answer whose tokens differ from the reference's is a
 failure, unless where they first differ the reference's token was ahead of its best rival by less
@@ -74,7 +75,6 @@ ENGINE: dict[str, Any] = {
 OPTIONS = {
     # Loads are compared, also where computing is sooner.
     "admission": "always",
-    "staging_bytes": 64 << 20,
     "memory": "16MiB",
     "capacity": {"max_bytes": f"{MAX_BYTES}B"},
     "least_free": 4 << 20,

@@ -44,9 +44,9 @@ def _places(value: Any) -> dict[str, list[tuple[str, str, Any]]]:
         "identity_seconds": [("kvshelf.vllm.handshake", "IDENTITY_SECONDS", value)],
         "interval": [("kvshelf.vllm.scheduler.ends", "INTERVAL", value)],
         "drain_seconds": [("kvshelf.vllm.worker.side", "DRAIN_SECONDS", value)],
-        # Exactly so many bytes, whatever a step needs.
-        "staging_bytes": [
-            (_REGISTRATION, "LEAST_STAGING", value),
+        # So many bytes, whatever a step needs; at least what the threads and two chunks need.
+        "memory_bytes": [
+            (_REGISTRATION, "DEFAULT_MEMORY", value),
             (_REGISTRATION, "_MEMORY_SHARE", 1 << 60),
         ],
         "io_threads": [

@@ -23,6 +23,8 @@ from kvshelf.kv.device import DeviceKVCache
 from kvshelf.kv.layout import PagedLayout, native_slots_of, slots_of
 from kvshelf.kv.streams import Streams
 from kvshelf.kv.topology import ShardPlan
+from kvshelf.memory.chunk_memory import ChunkMemory, Regions
+from kvshelf.memory.ring import rounded
 from kvshelf.metrics import Counters
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.shelf.threads import StorageThreads
@@ -30,7 +32,6 @@ from kvshelf.tiers.object_memory import ObjectMemory, PinningShelf
 from kvshelf.transfer.context import ChunkSlots, TransferContext
 from kvshelf.transfer.load import Piece
 from kvshelf.transfer.loads import Loads
-from kvshelf.transfer.staging import Regions, StagingPool
 from kvshelf.transfer.stores import StoreOutcome, Stores
 from kvshelf.transfer.transfers import Transfers
 from tests.support.formats import BLOCK, HEAD_SIZE, HEADS, LAYERS, make_format
@@ -69,7 +70,8 @@ class Rig:
     fmt: ObjectFormat = field(default_factory=make_format)
     native: bool = True
     blocks: int = 64
-    staging_objects: int = 16
+    #: Beside the spare slots of the threads that load.
+    memory_chunks: int = 16
     options: dict[str, Any] = field(default_factory=dict)
     deadlines: Deadlines | None = None
     backoff: Backoff = DEFAULT_BACKOFF
@@ -80,7 +82,9 @@ class Rig:
     in_front: Callable[[Shelf], Shelf] = lambda shelf: shelf
     #: In which objects lie.
     memory: ObjectMemory | None = None
-    #: Lends memory for staging.
+    #: Keeps what is loaded and stored.
+    keeps: bool = False
+    #: Lends the memory.
     regions: Regions | None = None
 
     def __post_init__(self) -> None:
@@ -106,12 +110,13 @@ class Rig:
         self.cache: KVCache = HostKVCache(calls)
         if self.streams is not None:
             self.cache = DeviceKVCache(calls, streams=self.streams, ring=self.ring)
-        size = max(self.fmt.object_size(shard) for shard in range(self.fmt.shards))
-        self.staging = StagingPool(
-            self.staging_objects * -(-size // 4096) * 4096,
-            size,
-            together=self.fmt.shards,
+        self.slot_bytes = sum(rounded(self.fmt.object_size(n)) for n in range(self.fmt.shards))
+        slots = self.memory_chunks + self.options.get("load_threads", 2) + 1
+        self.host = ChunkMemory(
+            slots * self.slot_bytes,
+            keeps=self.keeps,
             regions=self.regions,
+            counters=self.counters,
         )
         self.begin(self.shelf)
 
@@ -119,9 +124,14 @@ class Rig:
         """Transfer between the caches and a shelf from now on."""
         plan = ShardPlan.whole(self.fmt.shards)
         self.context = TransferContext(
-            shelf.view(self.fmt), self.cache, self.staging, self.counters, plan, **self.options
+            shelf.view(self.fmt), self.cache, self.host, self.counters, plan, **self.options
         )
         self.transfer = Transfers([self.context])
+
+    @property
+    def chunks_in_use(self) -> int:
+        """Slots of memory that somebody holds."""
+        return self.host.ring.stats().pinned_bytes // self.slot_bytes
 
     @property
     def loads(self) -> Loads:
@@ -228,4 +238,5 @@ class Rig:
 
     def close(self) -> None:
         self.transfer.close(0.0)
+        self.host.close()
         self.guard.close()

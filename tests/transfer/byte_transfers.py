@@ -21,15 +21,13 @@ from kvshelf.format.names import object_name
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.kv.caches import DONE, KVMemory, PendingCopy
 from kvshelf.kv.topology import ShardPlan
+from kvshelf.memory.chunk_memory import ChunkMemory
+from kvshelf.memory.ring import rounded
 from kvshelf.metrics import Counters
 from kvshelf.shelf.shelf import Shelf
-from kvshelf.tiers.memory_tier import MemoryTier
 from kvshelf.tiers.object_memory import ObjectMemory, PinningShelf
-from kvshelf.tiers.tiered import AnyShelf, TieredShelf
 from kvshelf.transfer.context import ChunkSlots, TransferContext
 from kvshelf.transfer.load import Load
-from kvshelf.transfer.prefetch import KindMemory
-from kvshelf.transfer.staging import StagingPool
 from kvshelf.transfer.stores import StoreOutcome
 from kvshelf.transfer.transfers import Transfers
 from tests.support.formats import format_of_kinds
@@ -56,8 +54,8 @@ class ChunkBytes(KVMemory):
         Called before a load writes.
     """
 
-    def __init__(self, kind: Kind, chunk: Chunk, *, whole_chunks: bool = False) -> None:
-        self.kind, self.chunk, self.whole_chunks = kind, chunk, whole_chunks
+    def __init__(self, kind: Kind, chunk: Chunk) -> None:
+        self.kind, self.chunk = kind, chunk
         self.loaded: dict[int, bytes] = {}
         self.on_scatter: Callable[[], object] = lambda: None
 
@@ -94,13 +92,12 @@ class ByteTransfers:
     backend : Backend
     shards : Mapping of Kind to int
         The shards of each kind; those of a drafter are of a namespace of its own.
-    staging_chunks : int
+    memory_chunks : int
+        So many chunks of all kinds fit beside the spare slots of all load threads.
+    keeps : bool
+        What is loaded and stored stays in memory.
     lending : ObjectMemory, optional
         Memory in which objects of the storage lie.
-    tier : MemoryTier, optional
-        In front of the shelf.
-    memory_options : dict
-        Of the :class:`KindMemory` of each kind.
     replicas : int
         So many workers hold the same shards, this one is the first.
     weights : str
@@ -108,14 +105,12 @@ class ByteTransfers:
 
     backend: Backend
     shards: Mapping[Kind, int] = field(default_factory=lambda: {FULL: 1, WINDOW: 2, STATE: 2})
-    staging_chunks: int = 8
+    memory_chunks: int = 40
+    keeps: bool = False
     deadlines: Deadlines | None = None
     load_threads: int = 2
     lending: ObjectMemory | None = None
-    tier: MemoryTier | None = None
-    memory_options: dict[str, Any] = field(default_factory=dict)
     replicas: int = 1
-    whole_chunks: bool = False
     weights: str = "user:test"
     counters: Counters = field(default_factory=Counters)
 
@@ -126,11 +121,10 @@ class ByteTransfers:
             if self.lending is None
             else PinningShelf(self.guard, self.lending, self.counters)
         )
-        self.pools: dict[Kind, StagingPool] = {}
         self.begin(self.weights)
 
     def begin(self, weights: str) -> None:
-        """Transfer the KV of these weights from now on, through the staging that there is."""
+        """Transfer the KV of these weights from now on, through the memory that there is."""
         self.weights = weights
         needed = {kind: count for kind, count in self.shards.items() if kind != DRAFT}
         fmt = format_of_kinds(needed, weights=weights)
@@ -138,41 +132,41 @@ class ByteTransfers:
         if DRAFT in self.shards:
             drafts = {FULL: self.shards[DRAFT]}
             self.formats[DRAFT] = format_of_kinds(drafts, weights=f"{weights} drafter")
-        self.memories: dict[Kind, KindMemory] = {}
-        self.transfers = Transfers(self._context(kind) for kind in needed)
+        if not hasattr(self, "host"):
+            sizes = [
+                sum(rounded(fmt.object_size(shard)) for shard in range(fmt.shards))
+                for fmt in self.formats.values()
+            ]
+            slots = self.memory_chunks + self.load_threads + 1
+            self.host = ChunkMemory(slots * sum(sizes), keeps=self.keeps, counters=self.counters)
+        self.contexts = {kind: self._context(kind) for kind in self.formats}
+        self.transfers = Transfers(self.contexts[kind] for kind in needed)
         if DRAFT in self.shards:
-            self.transfers.add(self._context(DRAFT))
+            self.transfers.add(self.contexts[DRAFT])
 
     def _context(self, kind: Kind) -> TransferContext:
         fmt = self.formats[kind]
-        if kind not in self.pools:
-            size = max(fmt.object_size(shard) for shard in range(fmt.shards))
-            room = self.staging_chunks * fmt.shards * -(-size // 4096) * 4096
-            self.pools[kind] = StagingPool(room, size, together=fmt.shards)
-        shelf: AnyShelf = self.storage
-        if self.tier is not None:
-            memory = KindMemory(self.tier, fmt, self.counters, **self.memory_options)
-            self.memories[kind] = memory
-            shelf = TieredShelf(self.storage, [memory])
         return TransferContext(
-            shelf.view(fmt),
+            self.storage.view(fmt),
             None,
-            self.pools[kind],
+            self.host,
             self.counters,
             ShardPlan(tuple(range(fmt.shards)), replicas=self.replicas),
             load_threads=self.load_threads,
             of_drafter=kind == DRAFT,
         )
 
+    @property
+    def pinned_bytes(self) -> int:
+        """Bytes of memory that somebody holds."""
+        return self.host.ring.stats().pinned_bytes
+
     def store(self, kind: Kind, item: ChunkSlots, **options: Any) -> StoreOutcome:
         return self.transfers.stores[kind].store(item, **options)
 
     def items(self, chunks: Mapping[Kind, Sequence[Chunk]]) -> dict[Kind, list[ChunkSlots]]:
         return {
-            kind: [
-                ChunkSlots(chunk, NO_SLOTS, ChunkBytes(kind, chunk, whole_chunks=self.whole_chunks))
-                for chunk in of_kind
-            ]
+            kind: [ChunkSlots(chunk, NO_SLOTS, ChunkBytes(kind, chunk)) for chunk in of_kind]
             for kind, of_kind in chunks.items()
         }
 
@@ -210,6 +204,7 @@ class ByteTransfers:
 
     def close(self) -> None:
         self.transfers.close()
+        self.host.close()
         self.guard.close()
 
 

@@ -8,25 +8,16 @@ from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from kvshelf.errors import ConfigError
 from kvshelf.format.keys import Chunk
 from kvshelf.format.kinds import FULL, STATE, WINDOW, Kind, kind_key
-from kvshelf.format.objects import ObjectFormat
-from kvshelf.kv.topology import ShardPlan
 from kvshelf.shelf.view import ObjectRef, Presence
 from kvshelf.tiers.disk_tier import DiskTier
-from kvshelf.tiers.memory_tier import MemoryTier
 from kvshelf.tiers.tiered import TieredShelf
 from kvshelf.transfer.loads import Loads
-from kvshelf.transfer.prefetch import KindMemory
-from kvshelf.transfer.shares import share_out
-from kvshelf.transfer.staging import StagingPool
 from kvshelf.transfer.stores import StoreOutcome
 from tests.sim.storage import Fault, FaultyStorage, posix
-from tests.support.formats import format_of_kinds, make_format
+from tests.support.formats import format_of_kinds
 from tests.support.prompts import make_chunks
 from tests.support.waiting import PATIENCE, until
 from tests.transfer.byte_transfers import ByteTransfers, bytes_of
@@ -189,20 +180,23 @@ def test_keys_of_what_was_repaired_tell_the_kind(tmp_path: Path) -> None:
 def test_only_full_chunks_are_dropped_because_one_before_them_was(
     backend: FaultyStorage,
 ) -> None:
-    with closing(ByteTransfers(backend, staging_chunks=4)) as kinds:
+    with closing(ByteTransfers(backend, memory_chunks=6)) as kinds:
         chunks = make_chunks(FMT, 8)
         gate = threading.Event()
         backend.add(Fault("write", wait=gate))
-        outcomes: dict[Kind, list[StoreOutcome]] = {}
         items = kinds.items(dict.fromkeys(SHARDS, chunks))
-        for kind, of_kind in items.items():
-            outcomes[kind] = [kinds.store(kind, item, age=60.0) for item in of_kind[:6]]
-            assert StoreOutcome.QUEUED in outcomes[kind]
+        outcomes: dict[Kind, list[StoreOutcome]] = {kind: [] for kind in items}
+        for place in range(6):
+            for kind, of_kind in items.items():
+                outcomes[kind].append(kinds.store(kind, of_kind[place], age=60.0))
+        assert all(StoreOutcome.QUEUED in of_kind for of_kind in outcomes.values())
         gate.set()
         backend.heal()
         assert kinds.transfers.drain(PATIENCE) == 0
         for kind, of_kind in items.items():
-            outcomes[kind] += [kinds.store(kind, item, age=60.0) for item in of_kind[6:]]
+            for item in of_kind[6:]:
+                outcomes[kind].append(kinds.store(kind, item, age=60.0))
+                assert kinds.transfers.drain(PATIENCE) == 0
         assert outcomes[FULL][6:] == [StoreOutcome.PARENT_DROPPED] * 2
         assert StoreOutcome.PARENT_DROPPED in outcomes[FULL][:6]
         for kind in (WINDOW, STATE):
@@ -238,9 +232,7 @@ def test_copies_in_tiers_are_of_one_kind(tmp_path: Path) -> None:
     with closing(ByteTransfers(posix(tmp_path / "shelf"))) as kinds:
         kinds.put({kind: [chunk] for kind in SHARDS})
         tier = DiskTier(tmp_path / "tier", 1 << 30, counters=kinds.counters)
-        kept = MemoryTier(1 << 20, counters=kinds.counters)
-        memory = KindMemory(kept, FMT.of(STATE), kinds.counters)
-        shelf = TieredShelf(kinds.storage, [memory, tier])
+        shelf = TieredShelf(kinds.storage, [tier])
         views = {kind: shelf.view(FMT.of(kind)) for kind in SHARDS}
         state = views[STATE]
         for shard in range(SHARDS[STATE]):
@@ -250,58 +242,9 @@ def test_copies_in_tiers_are_of_one_kind(tmp_path: Path) -> None:
         for kind in SHARDS:
             kinds.path(kind, chunk).unlink()
         refs = [ObjectRef(chunk, 0)]
-        assert tier.holds(FMT.of(STATE), refs) == memory.holds(FMT.of(STATE), refs) == [True]
+        assert tier.holds(FMT.of(STATE), refs) == [True]
         for kind in (FULL, WINDOW):
-            assert tier.holds(FMT.of(kind), refs) == memory.holds(FMT.of(kind), refs) == [False]
+            assert tier.holds(FMT.of(kind), refs) == [False]
             assert views[kind].find(refs) == [Presence.MISSING]
-            buffer = bytearray(FMT.of(kind).object_size(0))
-            assert not memory.load(FMT.of(kind), refs[0], memoryview(buffer))
         assert state.find(refs) == [Presence.PRESENT]
         shelf.close()
-        kept.close()
-
-
-# ------------------------------------------------------------------------------- memory
-
-
-@given(
-    st.sampled_from([(FULL, STATE), (FULL, WINDOW), (FULL, WINDOW, STATE), (WINDOW, STATE)]),
-    st.integers(0, 1 << 22),
-)
-def test_each_kind_gets_what_it_needs_and_all_together_no_more_than_there_is(
-    some: tuple[Kind, ...], more: int
-) -> None:
-    formats = [FMT.of(kind) for kind in some]
-    plans = {kind: ShardPlan.whole(SHARDS[kind]) for kind in some}
-    with pytest.raises(ConfigError, match="staging has 100 bytes, but") as refused:
-        share_out(100, formats, plans)
-    needed = int(str(refused.value).partition("staging_bytes=")[2].split()[0])
-    total = needed + more
-    shares = share_out(total, formats, plans)
-    assert list(shares) == list(some)
-    assert sum(shares.values()) <= total
-    for fmt in formats:
-        sizes = [fmt.object_size(shard) for shard in range(fmt.shards)]
-        with closing(StagingPool(shares[fmt.kind], max(sizes), together=fmt.shards)) as pool:
-            assert pool.limit >= 2 * fmt.shards
-    with pytest.raises(ConfigError, match=f"staging_bytes={needed}"):
-        share_out(needed - 1, formats, plans)
-    assert sum(share_out(100, formats, plans, chunks=0).values()) <= 100
-
-
-def test_a_state_counts_a_quarter_when_memory_is_shared_out() -> None:
-    plans = {kind: ShardPlan.whole(shards) for kind, shards in SHARDS.items()}
-    formats: list[ObjectFormat] = [FMT.of(kind) for kind in SHARDS]
-    shares = share_out(1 << 40, formats, plans)
-    sizes = {
-        fmt.kind: sum(fmt.object_size(shard) for shard in range(fmt.shards)) for fmt in formats
-    }
-    chunks = {kind: shares[kind] / sizes[kind] for kind in SHARDS}
-    assert chunks[WINDOW] == pytest.approx(chunks[FULL])
-    assert chunks[STATE] == pytest.approx(chunks[FULL] / 4)
-
-
-def test_a_namespace_of_one_kind_uses_all_memory() -> None:
-    fmt = make_format()
-    plans: dict[Kind, ShardPlan] = {FULL: ShardPlan.whole(fmt.shards)}
-    assert share_out(12345, [fmt], plans) == {FULL: 12345}

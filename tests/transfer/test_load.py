@@ -20,7 +20,7 @@ def piece_of(
     """A piece of which so many chunks are there, and the next one failed."""
     piece = Piece([ChunkSlots(chunk, torch.empty(0)) for chunk in CHUNKS[:chunks]], **more)
     for place in range(leading):
-        piece.arrive(place, 2, 2)
+        piece.arrive(place)
     if failure is not None:
         piece.fail(leading, failure)
     piece.started = started
@@ -62,7 +62,7 @@ def test_piece_is_slow_once_it_is_late_for_as_many_chunks_as_are_there() -> None
     piece = piece_of(3, 1, started=None)
     piece.cuts = [5.0, 7.0, 9.0]
     assert [piece.is_slow(now) for now in (6.0, 7.0, 7.1)] == [False, False, True]
-    piece.arrive(1, 2, 2)
+    piece.arrive(1)
     assert not piece.is_slow(8.0)
-    piece.arrive(2, 2, 2)
+    piece.arrive(2)
     assert not piece.is_slow(99.0)

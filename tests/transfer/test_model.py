@@ -24,12 +24,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from kvshelf.errors import NoSpaceStorageError, TransientStorageError
 from kvshelf.format.keys import Chunk, KeyChain
 from kvshelf.format.kinds import DRAFT, FULL, STATE, WINDOW, Kind
-from kvshelf.tiers.memory_tier import MemoryTier
+from kvshelf.memory.ring import Share, Slot
 from kvshelf.transfer.context import ChunkSlots
 from kvshelf.transfer.load import Failure, Load
-from kvshelf.transfer.prefetch import Prefetcher
 from kvshelf.transfer.promises import Promises
-from kvshelf.transfer.staging import StagingBuffer, StagingPool
+from kvshelf.transfer.read_ahead import ReadAhead
 from kvshelf.transfer.stores import StoreOutcome, StoreResult
 from tests.sim.storage import Fault, FaultyStorage, LendingMemory, Loan, posix
 from tests.support.prompts import make_chunks, prompt
@@ -106,15 +105,13 @@ class TransferModel(RuleBasedStateMachine):
 
     @initialize(
         shards=st.sampled_from(KINDS),
-        whole_chunks=st.booleans(),
         load_threads=st.sampled_from([1, 2, 4]),
-        staging_chunks=st.sampled_from([4, 8]),
-        tier_objects=st.sampled_from([0, 5, 1000]),
-        in_place=st.booleans(),
+        memory_chunks=st.sampled_from([3, 16, 100]),
+        keeps=st.booleans(),
         lends=st.booleans(),
         replicas=st.sampled_from([1, 1, 2]),
     )
-    def start(self, tier_objects: int, in_place: bool, lends: bool, **options: Any) -> None:
+    def start(self, lends: bool, **options: Any) -> None:
         self.stack = ExitStack()
         self.patch = self.stack.enter_context(pytest.MonkeyPatch.context())
         folder = self.stack.enter_context(tempfile.TemporaryDirectory())
@@ -122,16 +119,10 @@ class TransferModel(RuleBasedStateMachine):
         self.storage = FaultyStorage(storage)
         self.lending = LendingMemory(storage, self.storage)
         self.lending.lends = lambda name: False
-        self.tier = MemoryTier(tier_objects * (8 << 10), lazy=True) if tier_objects else None
-        self.bytes = ByteTransfers(
-            self.storage,
-            lending=self.lending if lends else None,
-            tier=self.tier,
-            memory_options={"in_place": in_place},
-            **options,
-        )
+        self.bytes = ByteTransfers(self.storage, lending=self.lending if lends else None, **options)
         self.threads = ExitStack()
-        self.taken: list[tuple[StagingPool, list[StagingBuffer]]] = []
+        #: Slots of memory that the test has.
+        self.taken: list[tuple[Share, Slot]] = []
         self.is_calm = True
         #: When objects last came onto the shelf.
         self.changed_at = 0.0
@@ -166,11 +157,8 @@ class TransferModel(RuleBasedStateMachine):
         self.stored = {kind: StoredChunks() for kind in self.bytes.shards}
         full = self.bytes.formats[FULL]
         self.promises.append(Promises(self.bytes.storage.view(full), self.bytes.counters))
-        self.prefetcher = None
         self.read_ahead_chunks = [0] * PROMPTS
-        if FULL in self.bytes.memories:
-            loads = self.bytes.transfers.loads[FULL]
-            self.prefetcher = Prefetcher(loads, self.bytes.memories[FULL])
+        self.ahead = ReadAhead(self.bytes.contexts[FULL], self.bytes.transfers.loads[FULL])
 
     def needed(self, kind: Kind, prompt: int, length: int) -> list[Chunk]:
         return self.prompts[kind][prompt][:length][-NEEDED.get(kind, length) :]
@@ -233,7 +221,8 @@ class TransferModel(RuleBasedStateMachine):
             expected = {StoreOutcome.KNOWN}
             if chained and stored.follows_dropped(chunk, begun - age):
                 stored.dropped_at[chunk.key] = begun
-        in_use = self.bytes.pools[kind].in_use
+        # What is read ahead may lie so that larger chunks have no room.
+        in_use = self.bytes.pinned_bytes
         (item,) = self.bytes.items({kind: [chunk]})[kind]
         outcome = self.bytes.store(
             kind, item, repair=repair, age=age, promised=promised is not None, on_done=ended
@@ -260,7 +249,7 @@ class TransferModel(RuleBasedStateMachine):
         if outcome in expected:
             return
         if outcome is StoreOutcome.STAGING_FULL:
-            assert in_use and StoreOutcome.QUEUED in expected
+            assert in_use and StoreOutcome.QUEUED in expected, "memory is full of nothing"
         elif outcome is StoreOutcome.KNOWN:
             assert chunk.key in stored.given_up
         else:
@@ -301,7 +290,7 @@ class TransferModel(RuleBasedStateMachine):
         load = self.bytes.transfers.load(name, items, patience, at_once)
         assert time.monotonic() - begun < AT_ONCE_SECONDS
         # It may share a read that was begun before the objects were there.
-        shares = bool(self.loads or self.prefetcher) and begun < self.changed_at + 1.0
+        shares = begun < self.changed_at + 1.0
         is_calm = self.is_calm and not shares
         self.loads[name] = RunningLoad(load, items, whole, is_calm, bool(patience))
 
@@ -315,19 +304,16 @@ class TransferModel(RuleBasedStateMachine):
 
     @rule(prompt=any_prompt, length=any_length)
     def read_ahead(self, prompt: int, length: int) -> None:
-        if self.prefetcher is not None:
-            known = self.read_ahead_chunks[prompt]
-            self.prefetcher.add(str(prompt), self.prompts[FULL][prompt][known:length])
-            self.read_ahead_chunks[prompt] = max(known, length)
+        known = self.read_ahead_chunks[prompt]
+        self.ahead.add(str(prompt), self.prompts[FULL][prompt][known:length])
+        self.read_ahead_chunks[prompt] = max(known, length)
 
     @rule(prompt=any_prompt, stays=st.booleans())
     def end_reading_ahead(self, prompt: int, stays: bool) -> None:
-        if self.prefetcher is None:
-            return
         if stays:
-            self.prefetcher.cancel_reads(str(prompt))
+            self.ahead.cancel_reads(str(prompt))
         else:
-            self.prefetcher.release(str(prompt))
+            self.ahead.release(str(prompt))
             self.read_ahead_chunks[prompt] = 0
 
     @rule(seconds=st.sampled_from([0.001, 0.3, 7.0, 100.0]))
@@ -345,8 +331,7 @@ class TransferModel(RuleBasedStateMachine):
 
     def end_namespace(self) -> None:
         self.disturb_loads()
-        for memory in self.bytes.memories.values():
-            memory.close()
+        self.ahead.release_all()
         self.bytes.transfers.end()
         until(lambda: not self.notice_ends() and not self.loads)
 
@@ -442,17 +427,19 @@ class TransferModel(RuleBasedStateMachine):
     # ------------------------------------------------------------------------- the machine
 
     @rule()
-    def use_staging_up(self) -> None:
-        self.disturb()
-        for pool in self.bytes.pools.values():
-            while buffers := pool.acquire_for_load(timeout=0.0):
-                self.taken.append((pool, buffers))
+    def use_memory_up(self) -> None:
+        """Stores and what is read ahead have all memory that they may have: loads go on."""
+        ring = self.bytes.host.ring
+        contexts = self.bytes.contexts.values()
+        for share in [one for of in contexts for one in (of.shares.stores, of.shares.ahead)]:
+            while slot := ring.claim(None, 4096, share):
+                self.taken.append((share, slot))
 
     @rule()
-    def free_staging(self) -> None:
+    def free_memory(self) -> None:
         while self.taken:
-            pool, buffers = self.taken.pop()
-            pool.release(*buffers)
+            share, slot = self.taken.pop()
+            self.bytes.host.ring.release(share, [slot])
 
     @rule()
     def refuse_threads(self) -> None:
@@ -469,7 +456,7 @@ class TransferModel(RuleBasedStateMachine):
     def settle(self) -> None:
         """End all trouble, and wait until nothing of it is left."""
         self.answer()
-        self.free_staging()
+        self.free_memory()
         self.allow_threads()
         self.lending.on_lend = lambda loan: None
         until(lambda: not self.notice_ends() and not self.loads, "loads end", 600.0)
@@ -485,7 +472,8 @@ class TransferModel(RuleBasedStateMachine):
                 self.bytes.transfers.drain(PATIENCE)
         assert guard.writes.is_closed
         assert self.bytes.transfers.drain(PATIENCE) == 0
-        until(lambda: not any(pool.in_use for pool in self.bytes.pools.values()), "staging is free")
+        kept = self.bytes.contexts[FULL].shares.ahead
+        until(lambda: self.bytes.pinned_bytes <= kept.pinned_bytes, "memory is free", 600.0)
         self.is_calm = True
 
     # ------------------------------------------------------------------------- what must hold
@@ -493,8 +481,7 @@ class TransferModel(RuleBasedStateMachine):
     @invariant()
     def notice_ends(self) -> None:
         """Check all loads that have ended, and the results of stores."""
-        if self.prefetcher is not None:
-            self.prefetcher.take_failures()
+        self.ahead.take_failures()
         for load in self.bytes.transfers.poll():
             running = self.loads.pop(load.request_id)
             self.check_load(running)
@@ -526,12 +513,17 @@ class TransferModel(RuleBasedStateMachine):
         if running.is_calm and not (running.is_impatient or load.cancelled):
             self.check_calm_load(running)
 
+    @property
+    def in_memory(self) -> bool:
+        """Whether memory may have what the shelf lacks."""
+        return self.bytes.keeps or self.bytes.host.ring.has_content
+
     def check_calm_load(self, running: RunningLoad) -> None:
         """A load fails where the shelf lacks something, unless memory has it, and only then."""
         load = running.load
         lacking = [kind for kind in load.needed if running.whole[kind] < len(running.items[kind])]
         assert load.failed <= bool(lacking)
-        if lacking and self.tier is None and self.bytes.lending is None:
+        if lacking and not self.in_memory and self.bytes.lending is None:
             assert load.failed
             if len(load.needed) == 1:
                 assert load.pieces[FULL].failed_at == running.whole[FULL]
@@ -551,8 +543,7 @@ class TransferModel(RuleBasedStateMachine):
             opened = self.bytes.count("breaker_opens")
             self.forget_stored()
             self.comes_back()
-            if self.prefetcher is not None:
-                self.prefetcher.release_all()
+            self.ahead.release_all()
             for promises in self.promises:
                 promises.close(PATIENCE)
             self.check_markers(opened)
@@ -560,11 +551,7 @@ class TransferModel(RuleBasedStateMachine):
             # Each store that was queued ends once.
             assert Counter(self.reported.values())[1] == self.queued == self.reported.total()
             assert all(loan.released == 1 for loan in self.lending.loans)
-            if self.tier is not None:
-                for memory in self.bytes.memories.values():
-                    memory.close()
-                until(lambda: not self.tier.stats().pinned_bytes)
-                self.tier.close()
+            until(lambda: not self.bytes.pinned_bytes, "memory is free")
 
     def check_markers(self, breakers_opened: float) -> None:
         """A marker tells of each broken promise, unless the storage took no writes."""

@@ -18,8 +18,7 @@ from kvshelf.backends.wrappers import WrappedBackend
 from kvshelf.format.invalid import PayloadDamaged
 from kvshelf.format.keys import Chunk
 from kvshelf.shelf.view import ObjectRef
-from kvshelf.tiers.memory_tier import MemoryTier
-from kvshelf.tiers.tiered import TieredShelf
+from kvshelf.transfer import loads
 from kvshelf.transfer.load import Failure
 from tests.sim.storage import posix
 from tests.support.prompts import make_chunks
@@ -70,7 +69,7 @@ def make(noting: Noting) -> Iterator[Callable[..., Rig]]:
     rigs: list[Rig] = []
 
     def make(**options: Any) -> Rig:
-        given = {"staging_objects": 32, "options": {"load_threads": 2}} | options
+        given = {"memory_chunks": 32, "options": {"load_threads": 2}} | options
         rigs.append(Rig(noting, blocks=400, **given))
         return rigs[-1]
 
@@ -93,39 +92,31 @@ def names(rig: Rig, chunk: Chunk) -> list[str]:
     return [view.name(ObjectRef(chunk, shard)) for shard in range(rig.fmt.shards)]
 
 
-@pytest.mark.parametrize("tiers", [0, 1])
+@pytest.mark.parametrize("keeps", [False, True])
 def test_the_objects_of_a_chunk_are_read_in_one_call(
-    make: Callable[..., Rig], noting: Noting, tiers: int
+    make: Callable[..., Rig], noting: Noting, keeps: bool
 ) -> None:
     chunks = stored(make(), 20)
-    memory = [MemoryTier(1 << 30)] * tiers
-    rig = make(in_front=lambda shelf: TieredShelf(shelf, memory))
+    rig = make(keeps=keeps)
     rig.comes_back(chunks, 100)
     assert noting.opened == []
     wanted = [names(rig, chunk) for chunk in chunks]
-    # All but those at the end, of which each thread gets a part.
-    assert all(whole in noting.calls for whole in wanted[:-4])
+    # All but those of the last chunk, which the threads share.
+    assert all(whole in noting.calls for whole in wanted[:-1])
     assert sorted(chain(*noting.calls)) == sorted(chain(*wanted))
     times, objects = rig.counters.times(), 20 * rig.fmt.shards
     assert sum(times["read"][:-1]) == sum(times["verify"][:-1]) == objects
     assert rig.count("loaded_bytes") == 20 * rig.loads.chunk_bytes
 
 
-def test_a_short_load_is_spread_over_the_threads(make: Callable[..., Rig], noting: Noting) -> None:
+def test_objects_of_the_last_chunk_are_spread_over_the_threads_where_they_are_large(
+    make: Callable[..., Rig], noting: Noting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loads, "_SHARED_BYTES", 0)
     rig = make()
     chunks = stored(rig, 1)
     assert rig.load(chunks, 100)[0].failed_at is None
     assert sorted(noting.calls) == sorted([name] for name in names(rig, chunks[0]))
-
-
-def test_threads_take_no_more_than_all_of_them_have_staging_for(
-    make: Callable[..., Rig], noting: Noting
-) -> None:
-    rig = make(staging_objects=8)
-    assert rig.staging.for_loads == 2
-    chunks = stored(rig, 20)
-    assert rig.load(chunks, 100)[0].failed_at is None
-    assert all(len(call) == 1 for call in noting.calls)
 
 
 @pytest.mark.parametrize("shard", [0, 1])
@@ -159,7 +150,7 @@ def test_which_object_of_a_chunk_failed_is_known(
     # What was bad is set aside.
     assert not path.exists()
     assert rig.path(chunks[3], 1 - shard).exists()
-    until(lambda: rig.staging.in_use == 0)
+    until(lambda: rig.chunks_in_use == 0)
 
 
 def test_an_object_that_is_good_when_read_again_is_loaded(

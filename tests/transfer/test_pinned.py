@@ -11,14 +11,15 @@ import torch
 
 from kvshelf.format.keys import Chunk
 from kvshelf.kv.caches import HostKVCache
+from kvshelf.memory.arena import bytes_at
 from kvshelf.shelf.view import NamespaceView, ObjectRef
 from kvshelf.transfer import loads
-from kvshelf.transfer.context import ChunkSlots, bytes_at
+from kvshelf.transfer.context import ChunkSlots
 from kvshelf.transfer.load import Failure, Piece
 from tests.sim.storage import Fault, FaultyStorage, LendingMemory, Loan, posix
 from tests.support.prompts import make_chunks
 from tests.support.threads import named
-from tests.support.transfers import Destination, Rig
+from tests.support.transfers import Rig
 from tests.support.waiting import PATIENCE, until
 
 
@@ -65,24 +66,7 @@ class Lender:
         until(lambda: not named("kvshelf-load") - self.others)
         assert [loan.released for loan in self.loans] == [1] * len(self.loans)
         assert loans is None or len(self.loans) == loans
-        assert self.rig.staging.in_use == 0
-
-    def leave_one(
-        self, chunk: Chunk, following: Chunk, error: Exception | None = None
-    ) -> threading.Event:
-        """Load two chunks, until a thread has left an object of the first one to another thread.
-
-        That is held back while it gets the other object, until the event is set; then it meets the
-        error.
-        """
-        other, asked = self.name(chunk, 1), self.lending.asked
-        hold = threading.Event()
-        self.faults.add(Fault("pin", other, wait=hold, error=error))
-        self.lending.on_lend = lambda loan: until(lambda: other in asked)
-        self.start([chunk, following])
-        # It has gone on to the next chunk.
-        until(lambda: self.name(following, 0) in asked)
-        return hold
+        assert self.rig.chunks_in_use == 0
 
     def close(self) -> None:
         self.gate.set()
@@ -104,7 +88,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Lender]]:
         lender.close()
 
 
-def test_objects_in_memory_are_loaded_without_staging(
+def test_lent_objects_are_loaded_where_they_lie_while_no_slot_is_free(
     start: Callable[..., Lender], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loads, "_ANNOUNCED", 4)
@@ -118,13 +102,13 @@ def test_objects_in_memory_are_loaded_without_staging(
 
     monkeypatch.setattr(lender.lending, "expect", expect)
     chunks = lender.put(5)
-    held = [rig.staging.acquire_for_load(timeout=0.0) for _ in range(rig.staging.limit)]
+    held = []
+    while (slot := rig.host.ring.claim(None, 1, rig.host.loads)) is not None:
+        held.append(slot)
     rig.comes_back(chunks, 20)
     # A finished load has given back what it used.
     assert [loan.released for loan in lender.loans] == [1] * 5 * rig.fmt.shards
-    for buffer in held:
-        assert buffer is not None
-        rig.staging.release(*buffer)
+    rig.host.ring.release(rig.host.loads, held)
     # All were announced, in the order of the prompt, the first of them by the step thread.
     assert by_step == [name for name, _ in lender.lending.expected[:4]]
     assert lender.lending.expected == [
@@ -150,11 +134,9 @@ def test_of_few_chunks_at_once_none_is_announced(start: Callable[..., Lender]) -
     assert all(rig.holds(item) for item in items)
 
 
-@pytest.mark.parametrize("whole_chunks", [False, True])
-def test_what_was_taken_back_meanwhile_is_a_failed_object(
-    start: Callable[..., Lender], whole_chunks: bool, monkeypatch: pytest.MonkeyPatch
+def test_chunk_of_which_an_object_was_taken_back_meanwhile_has_failed(
+    start: Callable[..., Lender],
 ) -> None:
-    monkeypatch.setattr(HostKVCache, "whole_chunks", whole_chunks)
     lender = start()
     rig = lender.rig
     chunks = lender.put(4)
@@ -195,29 +177,6 @@ def test_the_bytes_are_asked_for_after_the_scatter(
     assert lender.rig.load(chunks, 20)[0].failed_at is None
     lender.settled(1)
     assert order.index("scatter") < order.index("valid")
-
-
-def test_a_thread_that_must_wait_for_staging_first_delivers_what_was_left_to_it(
-    start: Callable[..., Lender], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(HostKVCache, "whole_chunks", True)
-    lender = start()
-    rig = lender.rig
-    chunk, following = lender.put(2)
-    taken = [rig.staging.acquire_for_load(timeout=0.0) for _ in range(rig.staging.limit)]
-    lender.lending.lends = lambda name: "-1of" not in name
-    hold = lender.leave_one(chunk, following)
-    (item,) = rig.items([chunk], 20)
-    assert rig.untouched(item)
-    hold.set()
-    until(lambda: bool(lender.loans[0].released))
-    assert not rig.untouched(item)
-    for buffer in taken:
-        assert buffer is not None
-        rig.staging.release(*buffer)
-    assert rig.finished().failed_at is None
-    assert rig.holds(item)
-    lender.settled(2)
 
 
 @pytest.mark.parametrize("lent", [True, False])
@@ -273,7 +232,7 @@ def test_early_loads_are_not_announced(start: Callable[..., Lender]) -> None:
     lender = start()
     chunks = lender.put(2)
     none, ended = torch.empty(0, dtype=torch.int64), threading.Event()
-    items = [ChunkSlots(chunk, none, Destination()) for chunk in chunks]
+    items = [ChunkSlots(chunk, none) for chunk in chunks]
     lender.rig.loads.load(items, early=True, on_done=lambda load: ended.set())
     assert ended.wait(PATIENCE)
     assert not lender.lending.expected

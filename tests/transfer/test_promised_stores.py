@@ -23,7 +23,7 @@ QUEUED, KNOWN, FULL = StoreOutcome.QUEUED, StoreOutcome.KNOWN, StoreOutcome.STAG
 @pytest.fixture
 def rig(backend: FaultyStorage) -> Iterator[Rig]:
     """One store thread, and staging for three chunks of two objects."""
-    with closing(Rig(backend, FMT, staging_objects=8)) as rig:
+    with closing(Rig(backend, FMT, memory_chunks=6)) as rig:
         yield rig
 
 
@@ -99,7 +99,7 @@ def test_promised_stores_take_staging_from_the_last_of_the_others(
     gate.let(6)
     assert rig.transfer.drain(PATIENCE) == 0
     assert ends.chunks[2:] == [one.chunk, five.chunk, six.chunk]
-    assert rig.staging.in_use == 0
+    assert rig.chunks_in_use == 0
     load, loaded = rig.load([one.chunk, five.chunk, six.chunk], 20)
     assert load.failed_at is None
     assert all(rig.holds(item) for item in loaded)
@@ -107,7 +107,7 @@ def test_promised_stores_take_staging_from_the_last_of_the_others(
 
 def test_a_store_whose_copy_has_not_ended_keeps_its_staging(backend: FaultyStorage) -> None:
     with closing(
-        Rig(backend, make_format(native=False), False, staging_objects=8, streams=Streams())
+        Rig(backend, make_format(native=False), False, memory_chunks=6, streams=Streams())
     ) as rig:
         gate = Gate(backend)
         # As with device buffers, which a CPU that is served as a device does not have.
@@ -127,7 +127,7 @@ def test_a_store_whose_copy_has_not_ended_keeps_its_staging(backend: FaultyStora
         assert rig.stores.store(five, promised=True) is QUEUED
         gate.let(6)
         assert rig.transfer.drain(PATIENCE) == 0
-        assert rig.staging.in_use == 0
+        assert rig.chunks_in_use == 0
 
 
 def test_promised_stores_that_run_at_the_end_are_lost(rig: Rig, backend: FaultyStorage) -> None:
@@ -143,5 +143,5 @@ def test_promised_stores_that_run_at_the_end_are_lost(rig: Rig, backend: FaultyS
     lost = StoreResult.LOST
     assert ends.of == [(three.chunk, lost), (two.chunk, lost), (one.chunk, lost)]
     gate.let(6)
-    until(lambda: rig.staging.in_use == 0)
+    until(lambda: rig.chunks_in_use == 0)
     assert len(ends.of) == 3

@@ -17,11 +17,9 @@ from kvshelf.errors import UnsupportedError
 from kvshelf.format.keys import Chunk, KeyChain
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.kv.layout import slots_of
-from kvshelf.metrics import Counters
-from kvshelf.tiers.memory_tier import MemoryTier
-from kvshelf.tiers.tiered import TieredShelf
+from kvshelf.memory.chunk_memory import ChunkPlaces
 from kvshelf.transfer.context import ChunkSlots
-from kvshelf.transfer.prefetch import KindMemory, Prefetcher
+from kvshelf.transfer.read_ahead import ReadAhead
 from kvshelf.transfer.stores import StoreOutcome
 from tests.sim.storage import FaultyStorage, posix
 from tests.support.formats import BLOCK, HEADS, LAYERS, make_format
@@ -139,11 +137,12 @@ def test_an_engine_whose_layout_is_unknown_has_no_tails(backend: FaultyStorage) 
     with closing(Rig(backend, make_format())) as rig:
         rig.context.fmt = fmt
         rig.context.shelf = rig.shelf.view(fmt)
+        rig.stores._places = ChunkPlaces(rig.host, fmt, range(fmt.shards))
         tail = pieces(fmt, 1, 3)[-1]
         for _ in range(20):
             with pytest.raises(UnsupportedError, match="tails cannot be stored"):
                 rig.stores.store(tail_item(rig, tail, 12))
-        assert rig.staging.in_use == 0
+        assert rig.chunks_in_use == 0
 
 
 def test_a_tail_that_was_read_ahead_is_taken_from_memory(tmp_path: Path) -> None:
@@ -151,19 +150,15 @@ def test_a_tail_that_was_read_ahead_is_taken_from_memory(tmp_path: Path) -> None
     tail = pieces(fmt, 1, 5)[-1]
     with closing(Rig(posix(tmp_path / "shelf"), fmt)) as rig:
         put(rig, tail)
-    tier = MemoryTier(1 << 20)
-    memory = KindMemory(tier, fmt, Counters())
-    in_front = lambda shelf: TieredShelf(shelf, [memory])  # noqa: E731
-    with closing(Rig(posix(tmp_path / "shelf"), fmt, in_front=in_front)) as rig:
-        prefetcher = Prefetcher(rig.loads, memory)
-        prefetcher.add("r", [tail])
-        until(lambda: memory.kept([tail]) == 1)
+    with closing(Rig(posix(tmp_path / "shelf"), fmt)) as rig:
+        ahead = ReadAhead(rig.context, rig.loads)
+        ahead.add("r", [tail])
+        until(lambda: rig.context.places.leading([tail]) == 1)
         for shard in range(fmt.shards):
             rig.path(tail, shard).unlink()
         item = tail_item(rig, tail, 30)
         rig.start("r", [item])
         assert rig.finished().failed_at is None
         assert holds(rig, item)
-        prefetcher.release("r")
-        assert not tier.stats().pinned_bytes
-        tier.close()
+        ahead.release("r")
+        assert rig.chunks_in_use == 0

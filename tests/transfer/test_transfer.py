@@ -210,7 +210,7 @@ def test_a_full_pool_drops_stores_and_keeps_loads_going(rig: Rig, backend: Fault
     rig.comes_back(stored, 40)
     gate.set()
     assert rig.transfer.drain(PATIENCE) == 0
-    assert rig.staging.in_use == 0
+    assert rig.chunks_in_use == 0
 
 
 class Bound:
@@ -240,7 +240,7 @@ def test_a_bound_of_the_shelf_drops_stores_before_they_take_memory(rig: Rig) -> 
     bound.left = 1
     outcomes = [rig.stores.store(item) for item in rig.items(more, 0)]
     assert outcomes == [StoreOutcome.NO_ROOM] + [StoreOutcome.PARENT_DROPPED] * 2
-    assert rig.staging.in_use == 0
+    assert rig.chunks_in_use == 0
     assert rig.count("dropped_chunks_no_room") == 1
     assert rig.load(stored, 40)[0].failed_at is None
 
@@ -288,14 +288,14 @@ def test_a_store_that_fails_takes_those_behind_it_out_of_the_queue(
     assert rig.count("dropped_chunks_error") == 1
     assert rig.count("dropped_chunks_parent_dropped") == 2
     assert not rig.path(chunks[3], 0).exists()
-    assert rig.staging.in_use == 0
+    assert rig.chunks_in_use == 0
 
 
 def test_a_gather_that_fails_gives_its_buffers_back(rig: Rig) -> None:
     (chunk,) = make_chunks(rig.fmt, 1)
     with pytest.raises(ValueError, match="slot_mapping"):
         rig.stores.store(ChunkSlots(chunk, torch.tensor([0, 10_000])))
-    assert rig.staging.in_use == 0
+    assert rig.chunks_in_use == 0
     rig.put([chunk])
     assert rig.load([chunk], 20)[0].failed_at is None
 
@@ -325,7 +325,7 @@ def test_a_scatter_that_fails_is_a_failed_load(rig: Rig) -> None:
     assert rig.load([chunk], 20)[0].failed_at is None
     # The thread of another shard may have ended a moment after the load was given up.
     rig.transfer.close()
-    assert rig.staging.in_use == 0
+    assert rig.chunks_in_use == 0
 
 
 # ------------------------------------------------------------------------- storage that is no help
@@ -393,7 +393,7 @@ def test_loads_that_hang_are_given_up_and_later_ones_fail_at_once(
         )
         gate.set()
         until(lambda: rig.shelf.available)
-        until(lambda: rig.staging.in_use == 0)
+        until(lambda: rig.chunks_in_use == 0)
         assert all(rig.untouched(item) for item in items)
         assert rig.load(chunks, 40)[0].failed_at is None
         until(lambda: rig.count("breaker_closes") == 1)
@@ -445,7 +445,7 @@ def test_a_load_that_is_slower_than_computing_is_cut(backend: FaultyStorage, arr
 
 @pytest.mark.parametrize("at_once", [1, 2])
 def test_few_chunks_are_read_at_once(backend: FaultyStorage, at_once: int) -> None:
-    with closing(Rig(backend, options={"load_threads": 8}, staging_objects=32)) as rig:
+    with closing(Rig(backend, options={"load_threads": 8}, memory_chunks=32)) as rig:
         chunks = make_chunks(rig.fmt, 4)
         rig.put(chunks)
         gates = [threading.Event() for _ in chunks]
@@ -466,7 +466,7 @@ def test_few_chunks_are_read_at_once(backend: FaultyStorage, at_once: int) -> No
 
 
 def test_beside_a_load_with_such_a_bound_no_other_is_read(backend: FaultyStorage) -> None:
-    with closing(Rig(backend, options={"load_threads": 8}, staging_objects=32)) as rig:
+    with closing(Rig(backend, options={"load_threads": 8}, memory_chunks=32)) as rig:
         first, second = make_chunks(rig.fmt, 4), make_chunks(rig.fmt, 4, seed=1)
         rig.put([*first, *second])
         gate = threading.Event()
@@ -500,11 +500,11 @@ def test_stores_that_hang_are_given_up_and_loads_go_on(
         until(lambda: rig.shelf.read_only)
         # Nobody waits for what the storage keeps, nor uses its buffers.
         assert rig.transfer.drain(PATIENCE) == 0
-        assert rig.staging.in_use == 2 * rig.fmt.shards
+        assert rig.chunks_in_use == 2
         assert rig.stores.store(rig.items(prompts, 0)[0]) == StoreOutcome.UNAVAILABLE
         assert rig.load(stored, 20)[0].failed_at is None
         gate.set()
-        until(lambda: rig.staging.in_use == 0)
+        until(lambda: rig.chunks_in_use == 0)
         rig.guard.writes.retry_at = 0.0
         rig.put(prompts)
         assert rig.load(prompts, 40)[0].failed_at is None
@@ -531,13 +531,13 @@ def test_no_store_is_taken_that_no_thread_is_left_for(
         # The only thread is stuck; the queued store ends as well, and its memory is free.
         until(lambda: ended == {0: "failed", 1: "failed"})
         assert rig.transfer.drain(PATIENCE) == 0
-        assert rig.staging.in_use == rig.fmt.shards
+        assert rig.chunks_in_use == 1
         assert not rig.shelf.read_only
         assert rig.stores.store(late, age=-60.0) == StoreOutcome.UNAVAILABLE
         assert rig.count("dropped_chunks_error") == 1
         assert rig.count("dropped_chunks_unavailable") == 2
         gate.set()
-        until(lambda: rig.staging.in_use == 0)
+        until(lambda: rig.chunks_in_use == 0)
         rig.put(chunks)
         assert rig.load(chunks, 20)[0].failed_at is None
 
@@ -620,7 +620,7 @@ def test_a_store_that_closing_overtakes_is_dropped_with_its_memory(
         gate.set()
         assert outcome.result(PATIENCE) == StoreOutcome.UNAVAILABLE
     # That of the store that hangs.
-    assert rig.staging.in_use == rig.fmt.shards
+    assert rig.chunks_in_use == 1
     assert rig.count("dropped_chunks_unavailable") == 1
     hold.set()
     assert rig.transfer.drain(PATIENCE) == 0

@@ -20,11 +20,11 @@ from kvshelf.kv.caches import HostKVCache
 from kvshelf.transfer import loads
 from kvshelf.transfer.context import ChunkSlots
 from kvshelf.transfer.load import Failure, Piece
-from kvshelf.transfer.staging import StagingBuffer
+from kvshelf.transfer.loads import Loads
 from kvshelf.transfer.transfers import default_io_threads
 from tests.sim.storage import Fault, FaultyStorage, posix
 from tests.support.prompts import make_chunks
-from tests.support.transfers import Destination, Rig
+from tests.support.transfers import Rig
 from tests.support.waiting import PATIENCE, until
 
 
@@ -94,7 +94,7 @@ def gate(tmp_path: Path) -> Gate:
 
 @pytest.fixture
 def rig(gate: Gate) -> Iterator[Rig]:
-    with closing(Rig(gate, blocks=400, staging_objects=32, options={"load_threads": 2})) as rig:
+    with closing(Rig(gate, blocks=400, memory_chunks=32, options={"load_threads": 2})) as rig:
         yield rig
         gate.lift()
 
@@ -193,16 +193,16 @@ def test_an_aborted_load_makes_no_further_reads(rig: Rig, gate: Gate) -> None:
     items = rig.items(chunks, 20)
     rig.start("r", items)
     until(lambda: len(gate.opened) == 2)
-    assert rig.staging.in_use == 2
+    assert rig.chunks_in_use == 1
     rig.transfer.cancel("r")
     assert rig.finished().cancelled
     rig.transfer.cancel("r")
     # What the reads under way write to is nobody else's before they return.
-    assert rig.staging.in_use == 2
+    assert rig.chunks_in_use == 1
     rig.start("s", rig.items(others, 100))
     gate.lift()
     assert rig.finished().failed_at is None
-    until(lambda: rig.staging.in_use == 0)
+    until(lambda: rig.chunks_in_use == 0)
     assert gate.reads_of(chunks) == 2
     assert all(rig.untouched(item) for item in items)
 
@@ -279,26 +279,27 @@ def test_all_who_share_a_read_that_hangs_are_given_up_and_later_ones_read_anew(
         assert rig.load(chunks, 44)[0].failed_at is None
         before = [cache.clone() for cache in rig.caches]
         hold.set()
-        until(lambda: rig.staging.in_use == 0)
+        until(lambda: rig.chunks_in_use == 0)
         assert all(map(torch.equal, before, rig.caches))
 
 
 def test_a_thread_that_is_taken_for_kept_while_it_waits_is_watched_over_all_the_same(
     gate: Gate,
 ) -> None:
-    with closing(Rig(gate, options={"load_threads": 1})) as rig:
+    with closing(Rig(gate, options={"load_threads": 2})) as rig:
         chunks = make_chunks(rig.fmt, 1)
         rig.put(chunks)
         loading = rig.loading
-        # Its call came back after it was seen to be late, and before anybody was told.
-        until(lambda: len(loading._working) == 1)
-        assert not loading.on_late_call(next(iter(loading._working)).ident or 0)
-        until(lambda: len(loading._working) == 1)
+        # Their calls came back after they were seen to be late, and before anybody was told.
+        until(lambda: len(loading._working) == 3)
+        for thread in list(loading._working):
+            assert not loading.on_late_call(thread.ident or 0)
+        until(lambda: len(loading._working) == 3)
         hold = threading.Event()
         gate.shut()
         gate.faults.add(Fault("read", f"*{chunks[0].key.hex()}*", wait=hold, times=2))
         rig.start("r", rig.items(chunks, 20))
-        # Both threads come for an object each.
+        # Two threads come for an object each.
         until(lambda: len(gate.opened) == 2)
         gate.lift()
         assert rig.finished().failed_at == 0
@@ -307,16 +308,15 @@ def test_a_thread_that_is_taken_for_kept_while_it_waits_is_watched_over_all_the_
         assert rig.finished() is load
         assert load.failed_at is None
         hold.set()
-        until(lambda: rig.staging.in_use == 0)
+        until(lambda: rig.chunks_in_use == 0)
 
 
 # ------------------------------------------------------------------------- whole chunks
 
 
 class Together(HostKVCache):
-    """A cache that prefers whole chunks, and notes what it gets."""
+    """A cache that notes which whole chunks it gets."""
 
-    whole_chunks = True
     got: list[list[int]]
 
     def scatter_chunk(
@@ -358,7 +358,9 @@ def _leave(gate: Gate, item: ChunkSlots) -> str:
     return other
 
 
-def test_the_last_thread_of_a_chunk_scatters_all_of_its_objects(rig: Rig, gate: Gate) -> None:
+def test_chunk_whose_objects_several_threads_read_is_scattered_once_by_the_last(
+    rig: Rig, gate: Gate
+) -> None:
     cache, item, load = _reading(rig, gate)
     _leave(gate, item)
     assert rig.untouched(item)
@@ -369,35 +371,21 @@ def test_the_last_thread_of_a_chunk_scatters_all_of_its_objects(rig: Rig, gate: 
     assert rig.holds(item)
     gate.lift()
     assert rig.finished().failed_at is None
-    until(lambda: rig.staging.in_use == 0)
+    until(lambda: rig.chunks_in_use == 0)
 
 
-def test_an_object_that_only_one_thread_reads_is_scattered_at_once(gate: Gate) -> None:
-    with closing(Rig(gate, options={"load_threads": 1})) as rig:
-        cache, chunks = _together(rig), make_chunks(rig.fmt, 1)
-        rig.put(chunks)
-        gate.shut()
-        (item,) = rig.items(chunks, 20)
-        rig.start("r", [item])
-        gate.let(1)
-        until(lambda: len(gate.opened) == 2)
-        assert not rig.untouched(item)
-        gate.lift()
-        assert rig.finished().failed_at is None
-        assert cache.got == []
-        assert rig.holds(item)
-
-
-def test_what_was_left_to_a_thread_that_hangs_is_given_back(rig: Rig, gate: Gate) -> None:
+def test_slot_of_a_chunk_is_kept_until_the_thread_that_hangs_with_it_returns(
+    rig: Rig, gate: Gate
+) -> None:
     cache, item, _ = _reading(rig, gate)
     other = _leave(gate, item)
-    assert rig.staging.in_use == 3
+    assert rig.chunks_in_use == 2
     rig.loading.on_late_call(gate.waiting[other])
     assert rig.finished().failed_at == 0
-    # The thread that hangs keeps its own, and so does the one that reads the next chunk.
-    assert rig.staging.in_use == 2
+    # Of the next chunk too: the load wants it no more, but a thread reads into its slot.
+    assert rig.chunks_in_use == 2
     gate.lift()
-    until(lambda: rig.staging.in_use == 0)
+    until(lambda: rig.chunks_in_use == 0)
     assert cache.got == []
     assert rig.untouched(item)
 
@@ -405,18 +393,10 @@ def test_what_was_left_to_a_thread_that_hangs_is_given_back(rig: Rig, gate: Gate
 # ------------------------------------------------------------------------- early loads
 
 
-class Kept(Destination):
-    """Memory that an early load fills."""
-
-    load: Piece
-
-
-def _early(rig: Rig, chunks: list[Chunk], ended: list[Piece]) -> Kept:
-    kept = Kept()
+def _early(rig: Rig, chunks: list[Chunk], ended: list[Piece]) -> Piece:
     none = torch.empty(0, dtype=torch.int64)
-    items = [ChunkSlots(chunk, none, kept) for chunk in chunks]
-    kept.load = rig.loads.load(items, early=True, on_done=ended.append)
-    return kept
+    items = [ChunkSlots(chunk, none) for chunk in chunks]
+    return rig.loads.load(items, early=True, keeps=True, on_done=ended.append)
 
 
 def test_early_loads_leave_a_thread_to_others_and_go_on_behind_them(rig: Rig, gate: Gate) -> None:
@@ -425,7 +405,7 @@ def test_early_loads_leave_a_thread_to_others_and_go_on_behind_them(rig: Rig, ga
     rig.put(urgent)
     gate.shut()
     ended: list[Piece] = []
-    kept = _early(rig, early, ended)
+    piece = _early(rig, early, ended)
     until(lambda: len(gate.opened) == 1)
     assert not rig.transfer.loading
     rig.start("r", rig.items(urgent, 20))
@@ -434,7 +414,8 @@ def test_early_loads_leave_a_thread_to_others_and_go_on_behind_them(rig: Rig, ga
     gate.lift()
     assert rig.finished().failed_at is None
     until(lambda: bool(ended))
-    assert len(kept.got) == 4 * rig.fmt.shards
+    assert sorted(piece.kept) == [0, 1, 2, 3]
+    rig.loads.release(piece)
     names = [any(c.key.hex() in name for c in urgent) for name in gate.opened]
     assert names.index(True) == 1
     assert all(names[1:4])
@@ -455,79 +436,21 @@ def test_what_could_not_be_prefetched_is_not_said_to_be_computed(
     assert "its tokens are computed instead" in caplog.text
 
 
-class _UsedUp:
-    """Staging that has nothing at the first request, until the test lets it answer."""
-
-    def __init__(self, rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._acquire = rig.staging.acquire_for_load
-        self.asked, self.answer = threading.Event(), threading.Event()
-        monkeypatch.setattr(rig.staging, "acquire_for_load", self._none_at_first)
-
-    def _none_at_first(
-        self, count: int = 1, timeout: float | None = None
-    ) -> list[StagingBuffer] | None:
-        if self.asked.is_set():
-            return self._acquire(count, timeout)
-        self.asked.set()
-        assert self.answer.wait(PATIENCE)
-        return None
-
-
-def test_a_load_does_not_fail_because_an_early_read_got_no_memory(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    chunks = make_chunks(rig.fmt, 3)
-    rig.put(chunks)
-    staging = _UsedUp(rig, monkeypatch)
-    ended: list[Piece] = []
-    kept = _early(rig, chunks, ended)
-    assert staging.asked.wait(PATIENCE)
-    items = rig.items(chunks, 20)
-    rig.start("r", items)
-    staging.answer.set()
-    assert rig.finished().failed_at is None
-    assert all(rig.holds(item) for item in items)
-    until(lambda: bool(ended))
-    assert len(kept.got) == 3 * rig.fmt.shards
-
-
-def test_a_load_that_has_time_waits_for_memory_when_the_one_it_joined_has_none(
-    gate: Gate, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with closing(Rig(gate, options={"load_threads": 2})) as rig:
-        chunks = make_chunks(rig.fmt, 1)
-        rig.put(chunks)
-        staging = _UsedUp(rig, monkeypatch)
-        rig.start("first", rig.items(chunks, 20))
-        assert staging.asked.wait(PATIENCE)
-        second: list[Piece] = []
-        items = rig.items(chunks, 40)
-        rig.loads.load(items, bytes_ahead=1 << 40, on_done=second.append)
-        assert rig.finished().failed_at == 0
-        assert not second
-        staging.answer.set()
-        until(lambda: [load.failed_at for load in second] == [None])
-        assert rig.count("load_failures_error") == 0
-
-
-def test_a_load_that_comes_when_a_read_has_got_no_memory_reads_for_itself(
-    gate: Gate, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_load_that_joins_an_early_one_has_the_memory_that_early_loads_lack(gate: Gate) -> None:
     with closing(Rig(gate, options={"load_threads": 1})) as rig:
-        chunks = make_chunks(rig.fmt, 1)
-        rig.put(chunks)
-        _UsedUp(rig, monkeypatch).answer.set()
-        add, later = rig.counters.add, ["second"]
-
-        def add_and_load(name: str, amount: float = 1) -> None:
-            add(name, amount)
-            if later and name == "load_failures_error":
-                rig.start(later.pop(), rig.items(chunks, 40))
-
-        monkeypatch.setattr(rig.counters, "add", add_and_load)
-        rig.start("first", rig.items(chunks, 20))
-        ended = rig.all_ended(2)
-        assert [ended[name].failed_at for name in ("first", "second")] == [0, None]
+        (chunk,) = make_chunks(rig.fmt, 1)
+        (other,) = make_chunks(rig.fmt, 1, 7)
+        rig.put([chunk])
+        rig.context.shares.ahead.limit = 0
+        held = rig.context.places.claim(other, rig.context.shares.ahead)
+        assert held is not None
+        ended: list[Piece] = []
+        piece = _early(rig, [chunk], ended)
+        rig.start("r", rig.items([chunk], 20))
+        assert rig.finished().failed_at is None
+        until(lambda: bool(ended))
+        assert piece.failures == [(chunk, Failure.UNAVAILABLE)]
+        rig.host.ring.release(rig.context.shares.ahead, [held])
 
 
 def test_early_loads_of_a_storage_at_rest_are_no_trouble(rig: Rig, gate: Gate) -> None:
@@ -548,6 +471,29 @@ def test_threads_follow_the_storage() -> None:
     assert default_io_threads(Properties("s3", concurrency=64, probe_cost=10e-3)) == (16, 4)
     assert default_io_threads(Properties("sftp", concurrency=4, probe_cost=10e-3)) == (4, 1)
     assert default_io_threads(Properties("odd", concurrency=1, probe_cost=10e-3)) == (2, 1)
+
+
+class LookedAt(Piece):
+    """A load that counts how often a thread looks at it."""
+
+    looks = 0
+
+    @property
+    def may_begin(self) -> bool:
+        LookedAt.looks += 1
+        return super().may_begin
+
+
+def test_choice_among_hundreds_of_loads_looks_at_the_oldest_alone(rig: Rig) -> None:
+    waiting = Loads(rig.context)
+    for seed in range(300):
+        items = [ChunkSlots(chunk, torch.empty(0)) for chunk in make_chunks(rig.fmt, 1, seed)]
+        with waiting._lock:
+            waiting._enqueue(LookedAt(items))
+    for _ in range(4):
+        with waiting._lock:
+            assert waiting._take() is not None
+    assert 0 < LookedAt.looks <= 2 * loads._COMPARED
 
 
 def test_a_load_has_the_time_that_later_ones_may_take_from_it(

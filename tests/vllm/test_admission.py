@@ -405,14 +405,14 @@ def test_a_storage_that_has_become_fast_is_used_again(engine: Engine) -> None:
 # ------------------------------------------------------------------------- tiers
 
 
-@pytest.fixture(params=["memory tier", pytest.param("node server", marks=pytest.mark.real)])
+@pytest.fixture(params=["own memory", pytest.param("node server", marks=pytest.mark.real)])
 def tiered(request: pytest.FixtureRequest, root: Path, tmp_path: Path) -> Iterator[Engine]:
     """An engine with memory for 16 chunks, which knows what prompts take."""
     engine = Engine(root)
     nbytes = 16 * sum(map(engine.side.fmt.object_size, range(engine.side.fmt.shards)))
     engine.side.close()
     with ExitStack() as stack:
-        if request.param == "memory tier":
+        if request.param == "own memory":
             engine = Engine(root, memory=nbytes)
         else:
             server = LocalServer(tmp_path / "node", posix(root), nbytes)

@@ -44,7 +44,7 @@ def engine_options(
     groups = [Layers(kind, names("attn", len(heads)), block_size, heads)]
     model = {"model_arch_config": stated_heads(heads)} if is_stated else {}
     given = {"groups": groups, "form": form, "model": model, "admission": "always"}
-    return {**given, "staging_bytes": 8 << 20, **options}
+    return {**given, "memory_bytes": 8 << 20, **options}
 
 
 @pytest.fixture

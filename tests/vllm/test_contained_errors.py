@@ -32,6 +32,7 @@ from kvshelf.vllm.scheduler.read_ahead import ReadAhead
 from kvshelf.vllm.worker.stores import WorkerStores
 from kvshelf.vllm.worker.weights import WorkerWeights
 from tests.sim.engine import RUNNERS, EngineModel, Request
+from tests.sim.engine_sides import limit_stores
 from tests.sim.storage import Fault, FaultyStorage, posix
 from tests.support.prompts import prompt
 from tests.support.threads import named
@@ -59,12 +60,13 @@ def backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FaultyStorage:
 
 @pytest.fixture
 def start(backend: FaultyStorage) -> Iterator[Callable[..., EngineModel]]:
-    """Start engines with staging for a few chunks; they end with the test."""
+    """Start engines whose stores have memory for four chunks; they end with the test."""
     engines: list[EngineModel] = []
 
     def start(runner: str = "V1") -> EngineModel:
-        options = {"blocks": BLOCKS, "budget": 40, "staging_bytes": 10 * 8192}
-        engines.append(EngineModel(backend.url, runner=runner, **options))
+        engines.append(EngineModel(backend.url, runner=runner, blocks=BLOCKS, budget=40))
+        engines[-1].settle()
+        limit_stores(engines[-1].worker.side, 4)
         return engines[-1]
 
     yield start
@@ -93,7 +95,7 @@ class Conversation:
         engine, number = self.engine, self.rounds
         self.rounds, self.first_step = number + 1, engine.steps
         tokens = prompt(40, number, shared=16)
-        # Staging does not hold all of it: its blocks are held until the storage writes again.
+        # Memory does not hold all of it: its blocks are held until the storage writes again.
         self.is_open.clear()
         engine.add(f"cold {number}", tokens, 1, transfer=ASKED)
         for _ in range(3):

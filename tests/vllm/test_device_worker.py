@@ -90,8 +90,8 @@ def copies(engine: EngineModel) -> int:
     return sum(name != "engine" for name in engine.device.ran)
 
 
-def staged(engine: EngineModel) -> float:
-    """Bytes of staging in use."""
+def pinned_bytes(engine: EngineModel) -> float:
+    """Bytes of the memory for chunks that are in use."""
     side = engine.worker.side
     side.set_gauges()
     return side.counters.gauges()["staging_used_bytes"]
@@ -113,11 +113,12 @@ def test_threads_that_load_are_as_many_as_idle_cores_allow(
         )
         return loads, stores
 
+    # One thread more loads what lies in memory.
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(96)))
-    assert threads() == (8, 4)
-    assert threads(runner="V1") == (2, 1)
+    assert threads() == (8 + 1, 4)
+    assert threads(runner="V1") == (2 + 1, 1)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(4)))
-    assert threads() == (2, 1)
+    assert threads() == (2 + 1, 1)
 
 
 @pytest.mark.parametrize("where", ["meta", "two devices"])
@@ -306,7 +307,7 @@ def test_the_gpu_of_a_worker_copies_from_a_node_servers_memory(
 
 
 @pytest.mark.real
-def test_a_node_server_takes_stores_from_the_staging_of_a_worker(
+def test_a_node_server_takes_stores_from_the_memory_of_a_worker(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Whoever calls it fails.
@@ -357,7 +358,7 @@ def test_after_a_device_failed_the_engine_goes_on_as_with_no_cache(
     lines = [record for record in caplog.records if record.levelname in ("ERROR", "CRITICAL")]
     assert len(lines) == 1
     assert f"cpu failed: CUDA error: {fault} failed" in lines[0].getMessage()
-    assert staged(engine) == 0
+    assert pinned_bytes(engine) == 0
 
 
 def test_an_engine_that_is_shut_down_waits_for_its_copies(

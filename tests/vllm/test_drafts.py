@@ -19,7 +19,7 @@ from kvshelf.assembly import Assembly
 from kvshelf.config import Config
 from kvshelf.errors import UnsupportedError
 from kvshelf.metrics import Counters
-from kvshelf.shelf.view import ShelfView
+from kvshelf.shelf.view import NamespaceView
 from kvshelf.transfer import loads, transfers
 from kvshelf.vllm.groups import CacheGroups
 from kvshelf.vllm.metadata import Facts
@@ -75,6 +75,14 @@ def chunks_of_drafter(engine: EngineModel, root: Path) -> int:
 # ------------------------------------------------------------------------- the drafter's KV
 
 
+def test_kv_of_a_drafter_moves_through_the_memory_of_the_model(start: Start) -> None:
+    side = start().worker.side
+    assert side.drafter is not None
+    drafts = side.drafter.memory
+    assert drafts is not None and side.drafter.registration.host is None
+    assert drafts.places.memory is side.model.registration.host
+
+
 @pytest.mark.parametrize("others_fill", [False, True])
 def test_a_drafter_that_runs_when_the_step_may_be_over_decides_only_on_its_own_kv(
     start: Start, tmp_path: Path, others_fill: bool
@@ -97,14 +105,14 @@ def test_a_load_of_a_drafters_kv_ends_with_the_models(
     start().run(prompt(30))
     engine, clock = start(), Clock(1e6)
     drafts = sides.namespace_of_drafts(engine.side)
-    gate, fetch = threading.Event(), ShelfView.fetch
+    gate, load_all = threading.Event(), NamespaceView.load_all
 
-    def hanging(view: ShelfView, *args: Any) -> Any:
+    def hanging(view: NamespaceView, *args: Any) -> Any:
         if view.fmt.namespace == drafts:
             gate.wait()
-        return fetch(view, *args)
+        return load_all(view, *args)
 
-    monkeypatch.setattr(ShelfView, "fetch", hanging)
+    monkeypatch.setattr(NamespaceView, "load_all", hanging)
     for module in (loads, transfers):
         times = SimpleNamespace(monotonic=clock, perf_counter=time.perf_counter)
         monkeypatch.setattr(module, "time", times)

@@ -32,6 +32,7 @@ from kvshelf.errors import TransientStorageError
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.tiers import tiered
 from kvshelf.vllm.scheduler import handovers
+from kvshelf.vllm.worker import registration
 from tests.native.emulation import emulation, library_path
 from tests.sim import engine_sides as sides
 from tests.sim.engine import DRAFT_LAYER, DRAFTING, RUNNERS, EngineModel
@@ -88,8 +89,8 @@ class EnginesOfOneShelf(RuleBasedStateMachine):
         most_waiting=st.sampled_from([1, 3, 100]),
         chunk_size=st.sampled_from([8, 6, 10, 3]),
         layout=st.sampled_from(["auto", "canonical"]),
-        staging=st.sampled_from([1 << 20, 4 * 8192]),
-        memory=st.sampled_from([None, 1 << 20, 20 << 10]),
+        is_small=st.booleans(),
+        keeps=st.booleans(),
         save_decode=st.booleans(),
         data=st.data(),
     )
@@ -102,17 +103,19 @@ class EnginesOfOneShelf(RuleBasedStateMachine):
         most_waiting: int,
         chunk_size: int,
         layout: str,
-        staging: int,
-        memory: int | None,
+        is_small: bool,
+        keeps: bool,
         save_decode: bool,
         data: Any,
     ) -> None:
-        """Start both; of options that bound memory the smaller ones hold less than a step needs."""
+        """Start both; stores have less of the small memory than a step needs."""
         # Chunks of a device move by the compiled library, or by torch.
         by_library = native and runner.endswith("on a device")
         self.stack.enter_context(emulation().in_use() if by_library else nullcontext())
         plain = model == "plain"
         self.patch.setattr(handovers, "MAX_WAITING", most_waiting)
+        # As many threads load on each machine: each has a spare slot in memory.
+        self.patch.setattr(registration, "_MOST_IDLE_CORES", 1)
         if model in FEW_BLOCKS:
             self.start_published(model, drafts, data)
             return
@@ -122,17 +125,17 @@ class EnginesOfOneShelf(RuleBasedStateMachine):
                 # Chunks straddle blocks.
                 size = data.draw(st.sampled_from([4, 5]), "block size")
                 groups = [replace(PLAIN[0], block_size=size)]
+            small = 6 * 16384 if plain else 8 * 32768
             options = {
                 "groups": groups,
                 "runner": runner,
                 "chunk_size": chunk_size if plain else 16,
                 "layout": layout,
-                "staging_bytes": staging if plain else 1 << 20,
-                "memory": memory,
+                "memory" if keeps else "memory_bytes": small if is_small else 1 << 20,
                 "save_decode": save_decode,
                 "interval": 2,
                 "handover_wait_s": 2,
-                "tensor_parallel": 1 if memory else data.draw(st.integers(1, 2), "ranks"),
+                "tensor_parallel": 1 if keeps else data.draw(st.integers(1, 2), "ranks"),
                 "blocks": data.draw(st.integers(20, 40), "blocks") * (1 if plain else 2),
                 "budget": data.draw(st.integers(8, 40), "budget"),
                 "prefix_caching": data.draw(st.booleans(), "prefix caching") or not plain,
@@ -158,7 +161,7 @@ class EnginesOfOneShelf(RuleBasedStateMachine):
             "runner": data.draw(st.sampled_from(runners), "runner"),
             "drafts": drafts,
             "chunk_size": data.draw(st.sampled_from([32, 64]), "chunk size"),
-            "memory": data.draw(st.sampled_from([None, 1 << 20]), "memory"),
+            "memory": data.draw(st.sampled_from([None, 1 << 20, 400 << 10]), "memory"),
             "save_decode": data.draw(st.booleans(), "save_decode"),
             "interval": data.draw(st.sampled_from([1, 2, 8]), "interval"),
             "retention": data.draw(st.sampled_from([0, None]), "retention"),
@@ -172,7 +175,8 @@ class EnginesOfOneShelf(RuleBasedStateMachine):
         if drafts and any(group.kind == "full" for group in groups):
             options["drafter"] = drafter(drafts, draft_model_config=None)
             if data.draw(st.booleans(), "the drafter has KV"):
-                own = Layers("full", (), groups[0].block_size, (1,), drafts=(DRAFT_LAYER,))
+                block_size = next(group.block_size for group in groups if group.kind == "full")
+                own = Layers("full", (), block_size, (1,), drafts=(DRAFT_LAYER,))
                 options |= {"groups": [*groups, own], "drafter": drafter(drafts)}
         elif drafts:
             options["drafter"] = guesser(drafts)

@@ -42,7 +42,7 @@ from tests.sim.engine_caches import (
     speculation,
     vllm_config,
 )
-from tests.sim.engine_sides import next_number
+from tests.sim.engine_sides import limit_stores, next_number
 from tests.sim.storage import Fault, FaultyStorage, posix
 from tests.support import constants
 from tests.support.waiting import PATIENCE, while_patient
@@ -129,7 +129,7 @@ class HybridWorker(PagedCaches):
             shared_storage_path="/nowhere",
             weights="name:test",
             chunk_size=CHUNK,
-            **constants.taken({"staging_bytes": 8 << 20, **options}),
+            **constants.taken({"memory_bytes": 8 << 20, **options}),
         )
         self.side = WorkerSide(
             WorkerEngine(self.vllm_config, self.options, self.config, rank, lambda device: streams),
@@ -404,11 +404,12 @@ def test_all_kinds_come_back_to_the_byte(rig: Rig, model: str, native: bool, sta
     assert reader.side.counters.snapshot()["loaded_tokens"] == 3 * CHUNK - start
 
 
-def test_windows_without_staging_are_not_gathered_in_a_later_step(rig: Rig) -> None:
+def test_windows_that_found_no_memory_are_not_gathered_in_a_later_step(rig: Rig) -> None:
     """Their blocks may be others' by then."""
     is_open = threading.Event()
     rig.backend.add(Fault("write", "*.safetensors", wait=is_open))
-    worker = rig.engine("gemma", staging_bytes=128 << 10)
+    worker = rig.engine("gemma")
+    limit_stores(worker.side, 4)
     chunks = chunks_of(worker.namespace_open, 6)
     blocks = tables(worker, 6 * CHUNK, 1)
     owner = ("r", 0)

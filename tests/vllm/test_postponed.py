@@ -1,4 +1,4 @@
-"""Prompts larger than staging: what finds no room in its step is stored in later ones."""
+"""Prompts larger than the memory of stores: chunks that find no room are stored in later steps."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ pytest.importorskip("vllm")
 
 from kvshelf.vllm.worker.postponed import PostponedStores
 from tests.sim.engine import RUNNERS, EngineModel
-from tests.sim.engine_sides import store_op
+from tests.sim.engine_sides import limit_stores, store_op
 from tests.sim.storage import Fault, FaultyStorage
 from tests.support.clocks import Clock
 from tests.support.formats import make_format
@@ -20,8 +20,8 @@ from tests.support.prompts import make_chunks, prompt
 from tests.support.waiting import until
 
 CHUNK, CHUNKS = 8, 24
-#: Buffers that hold 4 chunks of 2 objects beside the part of loads.
-BUFFERS = 10
+#: Chunks for which stores have memory.
+IN_MEMORY = 4
 ASKED = {"do_remote_decode": True}
 
 
@@ -43,11 +43,12 @@ def start(
     engines: list[EngineModel] = []
 
     def start(
-        runner: str = "V2 on a device", *, staging: int = BUFFERS * 8192, **options: Any
+        runner: str = "V2 on a device", *, in_memory: int = IN_MEMORY, **options: Any
     ) -> EngineModel:
         settled = {"blocks": 80, "budget": 8 * CHUNK, "prefix_caching": False, **options}
-        engines.append(EngineModel(backend.url, runner=runner, staging_bytes=staging, **settled))
-        engines[-1].step()
+        engines.append(EngineModel(backend.url, runner=runner, **settled))
+        engines[-1].settle()
+        limit_stores(engines[-1].worker.side, in_memory)
         return engines[-1]
 
     yield start
@@ -59,7 +60,7 @@ def start(
 
 def loaded(start: Callable[..., EngineModel], like: EngineModel, tokens: list[int]) -> int:
     """Tokens that another engine of the same kind loads, of which it compares all bytes."""
-    other = start("V1" if like.device is None else "V1 on a device", staging=1 << 20)
+    other = start("V1" if like.device is None else "V1 on a device", in_memory=CHUNKS)
     return other.run(tokens)[0]
 
 
@@ -99,10 +100,10 @@ def test_a_producer_keeps_its_blocks_for_a_bounded_time(
     engine.add("r", tokens, 1, transfer=ASKED)
     engine.finish()
     assert engine.free_blocks == free
-    # Before any of the chunks in staging has failed.
+    # Before any of the chunks in memory has failed.
     assert engine.worker.counted["promises_broken"] == 1
     until(lambda: engine.worker.counted["markers_written"] == 1)
-    assert engine.worker.counted["dropped_chunks_staging_full"] == CHUNKS + 1 - 4
+    assert engine.worker.counted["dropped_chunks_staging_full"] == CHUNKS + 1 - IN_MEMORY
 
 
 def test_postponed_stores_are_taken_in_order_and_all_of_a_request_that_ended() -> None:

@@ -82,7 +82,7 @@ def side(make: Make) -> LoneScheduler:
 
 @pytest.fixture
 def ahead(make: Make) -> LoneScheduler:
-    """A side with a memory tier, whose workers read ahead."""
+    """A side with memory, whose workers read ahead."""
     return make(memory=1 << 20)
 
 

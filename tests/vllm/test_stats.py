@@ -228,7 +228,7 @@ def test_an_engine_shows_what_kvshelf_does(
         "probe": 1,
         "read": objects,
         "verify": objects,
-        "scatter": objects,
+        "scatter": len(chunks),
         "gather": 2,
         "publish": objects,
     }.items():

@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvshelf.format.keys import Chunk, KeyChain
-from kvshelf.format.kinds import FULL
 from kvshelf.format.names import object_name
 from kvshelf.vllm.metadata import StepMetadata
 from tests.sim.engine import EngineModel
@@ -170,4 +169,4 @@ def test_engine_of_unknown_layout_says_that_it_has_no_tails(
     assert not worker.fmt.tails
     worker.step(StepMetadata(stores=[store_op(pieces_of(worker)[1], (3, 4))]))
     assert worker.counts["dropped_chunks_error"] == 1
-    assert worker.side.model.registration.memories[FULL].staging.in_use == 0
+    assert worker.gauge("staging_used_bytes") == 0

@@ -115,7 +115,7 @@ def test_an_adapter_that_is_swapped_in_place_answers_with_its_new_files(
     assert len(shelf.objects()) == before + 8
 
 
-def test_stop_publishes_what_is_staged(
+def test_stop_publishes_what_is_in_memory(
     second: Engine, shelf: ShelfFiles, prompt: MakePrompt
 ) -> None:
     """The last test with the second engine: it stops it."""

@@ -1,4 +1,4 @@
-"""The memory tier of a worker, and what it reads ahead of requests that wait."""
+"""What a worker keeps in memory, and what it reads ahead of requests that wait."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.support.waiting import until
 
 # ------------------------------------------------------------------------- requests that wait
 
-TIER = 4 << 20
+MEMORY = 4 << 20
 
 
 def same(writer: LoneWorker, block: int, reader: LoneWorker, other: int) -> bool:
@@ -44,7 +44,7 @@ def writer(make_worker: Callable[..., LoneWorker]) -> LoneWorker:
 @pytest.fixture
 def rig(writer: LoneWorker, make_worker: Callable[..., LoneWorker]) -> LoneWorker:
     """Another one, with memory that holds nothing yet."""
-    return make_worker(memory=TIER)
+    return make_worker(memory=MEMORY)
 
 
 def test_a_waiting_requests_bad_object_is_reported_before_its_load(
@@ -65,17 +65,33 @@ def test_a_waiting_requests_bad_object_is_reported_before_its_load(
     assert found[0] == (chunks[1].key, True)
 
 
-def test_a_low_latency_shelf_takes_no_memory_for_waiting_requests(writer: LoneWorker) -> None:
+def test_chunks_read_ahead_are_pinned_until_the_load_of_their_request_has_ended(
+    rig: LoneWorker, writer: LoneWorker
+) -> None:
+    chunks = rig.chunks(2)
+    rig.step(StepMetadata(prefetches=[PrefetchOp("r", chunks)]))
+    until(lambda: rig.counts.get("prefetched_objects") == 4)
+    assert rig.gauge("memory_tier_pinned_bytes") >= rig.counts["prefetched_bytes"] > 0
+    for chunk in chunks:
+        rig.path(chunk).unlink()
+    _, bad, _ = rig.load(LoadOp(next_number(), "r", 0, 16, chunks, ([20, 21, 22, 23],)))
+    assert not bad and all(same(writer, 1 + i, rig, 20 + i) for i in range(4))
+    assert rig.counts["memory_tier_loaded_objects"] == 4
+    assert rig.gauge("memory_tier_pinned_bytes") == 0
+
+
+def test_nothing_is_read_ahead_from_a_low_latency_shelf_without_memory_for_it(
+    writer: LoneWorker,
+) -> None:
     writer.step(StepMetadata(prefetches=[PrefetchOp("r", writer.chunks(2))]))
-    writer.side.set_gauges()
-    assert "memory_tier_used_bytes" not in writer.side.counters.gauges()
+    assert writer.gauge("memory_tier_used_bytes") == writer.gauge("memory_tier_limit_bytes") == 0
     assert "prefetched_objects" not in writer.counts
 
 
-# ------------------------------------------------------------------------- the memory tier
+# ------------------------------------------------------------------------- what stays in memory
 
 
-@pytest.mark.parametrize("options", [{"memory": TIER}, {}])
+@pytest.mark.parametrize("options", [{"memory": MEMORY}, {}])
 def test_chunk_that_a_worker_stored_is_loaded_from_its_memory(
     make_worker: Callable[..., LoneWorker], options: dict[str, int]
 ) -> None:
@@ -88,7 +104,7 @@ def test_chunk_that_a_worker_stored_is_loaded_from_its_memory(
     assert bad == (set() if options else {20, 21})
 
 
-def test_an_engine_does_not_start_without_the_memory_of_its_tier(
+def test_engine_without_so_much_free_memory_does_not_start(
     make_worker: Callable[..., LoneWorker],
 ) -> None:
     with pytest.raises(ConfigError, match="have to be free"):

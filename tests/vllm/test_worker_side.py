@@ -24,8 +24,8 @@ from kvshelf.errors import (
     TransientStorageError,
     UnsupportedError,
 )
+from kvshelf.memory.chunk_memory import ChunkMemory
 from kvshelf.tiers import tiered
-from kvshelf.transfer.staging import StagingPool
 from kvshelf.vllm.connector import SharedStorageConnector
 from kvshelf.vllm.metadata import (
     LoadOp,
@@ -37,7 +37,14 @@ from kvshelf.vllm.worker import side as side_module
 from kvshelf.vllm.worker.postponed import PostponedStores
 from kvshelf.vllm.worker.registered_caches import natural_order
 from tests.sim.engine_caches import bind, make_caches, make_config, make_groups
-from tests.sim.engine_sides import BLOCK, LoneWorker, next_number, ordered, store_op
+from tests.sim.engine_sides import (
+    BLOCK,
+    LoneWorker,
+    limit_stores,
+    next_number,
+    ordered,
+    store_op,
+)
 from tests.sim.storage import Fault, FaultyStorage
 from tests.support.threads import named, none_can_be_started
 from tests.support.waiting import until, while_patient
@@ -124,7 +131,7 @@ def test_a_layer_that_vllm_does_not_know_stops_the_start(backend: FaultyStorage)
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"staging_bytes": 8192}, "make chunk_size smaller"),
+        ({"memory": 8192}, "make chunk_size smaller"),
         (
             {"capacity": {"max_bytes": "8KiB"}},
             "max_bytes is 8.0 KiB, and a chunk of this model",
@@ -350,7 +357,7 @@ def test_caches_are_registered_once(make_worker: Callable[..., LoneWorker]) -> N
         rig.register()
 
 
-def test_what_is_staged_is_published_before_an_engine_sleeps(
+def test_chunks_in_memory_are_published_before_an_engine_sleeps(
     make_worker: Callable[..., LoneWorker], backend: FaultyStorage
 ) -> None:
     rig = make_worker()
@@ -366,7 +373,8 @@ def test_what_is_staged_is_published_before_an_engine_sleeps(
 def test_postponed_stores_are_dropped_when_their_blocks_get_other_content(
     make_worker: Callable[..., LoneWorker], backend: FaultyStorage, how: str
 ) -> None:
-    rig = make_worker(staging_bytes=4 * 8192)
+    rig = make_worker()
+    limit_stores(rig.side, 4)
     chunks, owner = rig.chunks(16), ("r", 0)
     gate = threading.Event()
     backend.add(Fault("write", "*.safetensors", wait=gate))
@@ -389,17 +397,18 @@ def test_postponed_stores_are_dropped_when_their_blocks_get_other_content(
 def test_chunks_behind_a_postponed_one_of_their_request_wait_and_no_others(
     make_worker: Callable[..., LoneWorker], backend: FaultyStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rig = make_worker(staging_bytes=4 * 8192)
+    rig = make_worker()
+    limit_stores(rig.side, 4)
     chunks, (other,) = rig.chunks(17), rig.chunks(1, seed=1)
     gate, put = threading.Event(), PostponedStores.put
     backend.add(Fault("write", "*.safetensors", wait=gate))
 
-    def put_and_free_staging(stores: PostponedStores, op: StoreOp) -> None:
+    def put_and_free_memory(stores: PostponedStores, op: StoreOp) -> None:
         put(stores, op)
         gate.set()
         rig.drain()
 
-    monkeypatch.setattr(PostponedStores, "put", put_and_free_staging)
+    monkeypatch.setattr(PostponedStores, "put", put_and_free_memory)
     ops = [store_op(chunk, owner=("r", 0)) for chunk in chunks]
     rig.step(StepMetadata(stores=ops[:-1]))
     rig.step(StepMetadata(stores=[ops[-1], store_op(other, owner=("s", 0))]))
@@ -476,26 +485,26 @@ def test_a_worker_that_gets_no_thread_tries_again_and_keeps_nothing_twice(
     rig = make_worker(opened=False)
     assert rig.reported("weights")
     namespace = rig.namespace()
-    pools: list[StagingPool] = []
-    create = StagingPool.__init__
+    taken: list[ChunkMemory] = []
+    create = ChunkMemory.__init__
 
-    def note(pool: StagingPool, *args: Any, **options: Any) -> None:
-        pools.append(pool)
-        create(pool, *args, **options)
+    def note(memory: ChunkMemory, *args: Any, **options: Any) -> None:
+        taken.append(memory)
+        create(memory, *args, **options)
 
     before = len(named("kvshelf-load"))
-    monkeypatch.setattr(StagingPool, "__init__", note)
+    monkeypatch.setattr(ChunkMemory, "__init__", note)
     with none_can_be_started(monkeypatch, "kvshelf-store"):
         for _ in range(5):
             rig.step(StepMetadata(namespace=namespace))
-    assert not pools
+    assert not taken
     until(lambda: len(named("kvshelf-load")) == before)
     assert "the thread limit is reached" in caplog.text
     rig.step(StepMetadata(namespace=namespace))
     chunks = rig.chunks(2)
     rig.store(chunks)
     rig.drain()
-    assert not pools
+    assert not taken
 
 
 # ------------------------------------------------------------------------- the end

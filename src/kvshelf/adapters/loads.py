@@ -25,8 +25,8 @@ from kvshelf.adapters.names import NamedChunk, name_of
 from kvshelf.adapters.transfers import Transfers, Work
 from kvshelf.errors import DeviceUnavailableError
 from kvshelf.format.keys import Chunk
+from kvshelf.memory.arena import bytes_at
 from kvshelf.server.interface import Leased
-from kvshelf.transfer.context import bytes_at
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,8 +30,8 @@ from kvshelf.adapters.names import NamedChunk, name_of, striding_block_hashes
 from kvshelf.adapters.transfers import Event, Transfers, Work
 from kvshelf.format.keys import Chunk
 from kvshelf.kv.caches import PendingCopy
+from kvshelf.memory.arena import bytes_at
 from kvshelf.server.interface import SegmentPart
-from kvshelf.transfer.context import bytes_at
 
 #: Requests of which the last chunk is remembered.
 _REQUESTS: Final = 4096

@@ -6,7 +6,7 @@ module          holds
 `chunk_cache`   :class:`ChunkCache`, the interface by tokens
 `named`         this process's caches, by name
 `operations`    lookups, stores, retrieves and prefetches, and their handles
-`parts`         what a cache has for each kind of KV: staging, memory, lookups, transfer
+`parts`         what a cache has for each kind of KV: places in memory, lookups, transfer
 `prompts`       the arguments of calls: tokens, masks, forms of KV
 ==============  ====================================================================================
 """

@@ -30,7 +30,7 @@ import contextlib
 import copy
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
-from typing import ClassVar, Final
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -58,7 +58,7 @@ from kvshelf.cache.prompts import (
     tiers_of,
 )
 from kvshelf.capacity.uses import Uses
-from kvshelf.config import LEAST_STAGING, Config
+from kvshelf.config import DEFAULT_MEMORY, Config
 from kvshelf.errors import ConfigError
 from kvshelf.format.keys import Chunk
 from kvshelf.format.kinds import STATE, Kind
@@ -69,14 +69,12 @@ from kvshelf.kv.caches import KVCache
 from kvshelf.kv.layout import PagedLayout
 from kvshelf.kv.sources import PagedCaches, paged_memory
 from kvshelf.kv.state_tensors import StateTensors, empty_state
+from kvshelf.memory.chunk_memory import ChunkMemory
 from kvshelf.metrics import Counters
 from kvshelf.shelf.lookup import LookupService
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.tiers.disk_tier import DiskTier
-from kvshelf.tiers.memory_tier import MemoryTier
 from kvshelf.transfer.transfers import Transfers
-
-_PREFETCH_BYTES: Final = 256 << 20
 
 
 class ChunkCache:
@@ -91,9 +89,9 @@ class ChunkCache:
         kinds the cache has the first, or that of the format; :meth:`of` gives the others.
     memory : KVCache, optional
         An engine's own caches, for calls without `kv`; see :meth:`bind`.
-    staging_bytes : int
-        Bytes of staging, memory for chunks on their way between `kv` and the storage: the option of
-        this name.
+    memory_bytes : int
+        Host memory for chunks on their way between `kv` and the storage, and for prefetched ones;
+        1 GiB by default.
     io_threads : int, optional
         Threads that load; half as many store. When absent, depends on the storage.
     group_by_salt : bool
@@ -101,10 +99,9 @@ class ChunkCache:
     disk_tier : DiskTier, optional
         Keeps copies of objects in a local directory, for any number of caches. Stays open when the
         cache is closed.
-    memory_tier : MemoryTier, optional
-        Keeps copies of objects in memory, for any number of caches. Stays open as well.
-    prefetch_bytes : int
-        Without `memory_tier`: largest memory for prefetched chunks, in bytes; 256 MiB by default.
+    chunk_memory : ChunkMemory, optional
+        Such memory in place of the cache's own, for any number of caches: it may also keep what was
+        loaded and stored. Stays open as well.
     timeout_s : float
         Seconds after which a blocking call ends that was given no timeout.
     drain_s : float
@@ -125,7 +122,7 @@ class ChunkCache:
     Raises
     ------
     ConfigError
-        If the namespace does not define objects, or `staging_bytes` is too small for them.
+        If the namespace does not define objects, or `memory_bytes` is too little for them.
     """
 
     _named: ClassVar[Named[ChunkCache]] = Named()
@@ -136,12 +133,11 @@ class ChunkCache:
         namespace: Namespace | ObjectFormat,
         *,
         memory: KVCache | None = None,
-        staging_bytes: int = 1 << 30,
+        memory_bytes: int = DEFAULT_MEMORY,
         io_threads: int | None = None,
         group_by_salt: bool = False,
         disk_tier: DiskTier | None = None,
-        memory_tier: MemoryTier | None = None,
-        prefetch_bytes: int = _PREFETCH_BYTES,
+        chunk_memory: ChunkMemory | None = None,
         timeout_s: float = 30.0,
         drain_s: float = 4.0,
         counters: Counters | None = None,
@@ -158,14 +154,16 @@ class ChunkCache:
         if uses is None:
             uses = Uses(self.counters)
             self._closing.callback(uses.close)
+        if chunk_memory is None:
+            chunk_memory = ChunkMemory(memory_bytes, counters=self.counters)
+            self._closing.callback(chunk_memory.close)
+        chunk_memory.grow()
         self._shared = Shared(
             shelf,
             self.counters,
             uses,
-            memory_tier,
+            chunk_memory,
             disk_tier,
-            staging_bytes=staging_bytes,
-            prefetch_bytes=prefetch_bytes,
             io_threads=io_threads,
             group_by_salt=group_by_salt,
             timeout=timeout_s,
@@ -240,12 +238,17 @@ class ChunkCache:
         shelf, disk_tier = assembly.storage
         with contextlib.ExitStack() as opened:
             opened.callback(assembly.close)
+            memory = ChunkMemory(
+                config.memory_bytes or DEFAULT_MEMORY,
+                keeps=config.memory_bytes > 0,
+                counters=counters,
+            )
+            opened.callback(memory.close)
             cache = cls(
                 shelf,
                 namespace,
                 disk_tier=disk_tier,
-                memory_tier=assembly.memory,
-                staging_bytes=LEAST_STAGING,
+                chunk_memory=memory,
                 group_by_salt=config.group_by_salt,
                 timeout_s=timeout_s,
                 counters=counters,
@@ -290,8 +293,7 @@ class ChunkCache:
         """Return the cache of a kind of this namespace; the same each time.
 
         The caches of a namespace's kinds are closed together, and share counters and failed keys.
-        Each has staging and threads of its own, and without a memory tier memory for prefetched
-        chunks, with equal limits.
+        Each has threads of its own.
 
         Raises
         ------
@@ -476,7 +478,7 @@ class ChunkCache:
         tokens, identity
             As for :meth:`chunk_keys`.
         tiers : Collection[str], optional
-            The tiers to search: ``memory`` (the memory tier; without one, prefetched chunks),
+            The tiers to search: ``memory`` (what is kept there; by default prefetched chunks),
             ``disk`` (the disk tier), ``shelf``, or several of them; all by default.
         timeout : float, optional
             Seconds, after which the result is 0.
@@ -519,7 +521,7 @@ class ChunkCache:
     ) -> StoreReport:
         """Store the whole chunks of a prompt that are not on the shelf; wait until they are stored.
 
-        Unlike :meth:`submit_store` it first looks up the leading chunks, and waits for staging
+        Unlike :meth:`submit_store` it first looks up the leading chunks, and waits for memory
         instead of dropping chunks.
 
         Parameters
@@ -557,7 +559,7 @@ class ChunkCache:
     ) -> Handle[StoreReport]:
         """Copy the whole chunks of a prompt and store them in the background.
 
-        Touches no storage. Chunks that do not fit into staging are dropped.
+        Touches no storage. Chunks for which there is no memory now are dropped.
 
         Arguments and errors are those of :meth:`store`.
         """
@@ -642,8 +644,8 @@ class ChunkCache:
         Returns
         -------
         int
-            Number of tokens in memory, counted from the first that `mask` selects; limited by the
-            memory tier, without one by ``prefetch_bytes``.
+            Number of tokens in memory, counted from the first that `mask` selects; limited by
+            ``memory_bytes``.
 
         Raises
         ------

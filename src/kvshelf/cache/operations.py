@@ -29,7 +29,6 @@ from kvshelf.kv.sources import BoundKV
 from kvshelf.shelf.lookup import Lookup
 from kvshelf.transfer.context import ChunkSlots
 from kvshelf.transfer.load import Failure, Piece
-from kvshelf.transfer.prefetch import IntoMemory
 from kvshelf.transfer.stores import StoreOutcome, StoreResult
 
 T = TypeVar("T")
@@ -50,7 +49,7 @@ class StoreReport:
     existed : int
         On the shelf since before this store.
     dropped : int
-        Not stored: staging was full, a bound left no room, the storage is read-only, or a chunk
+        Not stored: memory was full, a bound left no room, the storage is read-only, or a chunk
         before it was not stored.
     failed : int
         Not published: the storage refused the write or failed.
@@ -182,7 +181,7 @@ def find(
 
 def find_in_memory(parts: KindParts, prompt: Prompt) -> Handle[int]:
     """Return how much of a prompt is in memory, which needs no lookup."""
-    tokens = parts.memory.leading(prompt.chunks()) * parts.fmt.chunk_size
+    tokens = parts.places.leading(prompt.chunks()) * parts.fmt.chunk_size
     handle = Handle("lookup", parts, lambda: tokens)
     handle.finish()
     return handle
@@ -218,7 +217,7 @@ class _Loading(Generic[T]):
         prompt: Prompt,
         items: Callable[[Sequence[Chunk]], list[ChunkSlots]],
         outcome: Callable[[int], T],
-        on_ended: Callable[[Piece], None],
+        on_ended: Callable[[Piece], None] = lambda load: None,
         *,
         early: bool = False,
     ) -> None:
@@ -307,22 +306,18 @@ def retrieve(parts: KindParts, prompt: Prompt, opened: BoundKV) -> Handle[Tensor
 
 def prefetch(parts: KindParts, prompt: Prompt) -> Handle[int]:
     """Start to load a prompt into memory; its outcome is how many tokens are there."""
-    memory, wanted = parts.memory, list[Chunk]()
+    places, wanted = parts.places, list[Chunk]()
 
     def items(chunks: Sequence[Chunk]) -> list[ChunkSlots]:
-        wanted.extend(chunks[: memory.most_chunks])
-        memory.want(chunk.key for chunk in wanted)
+        wanted.extend(chunks[: places.most_chunks])
         none = torch.empty(0, dtype=torch.int64)
-        return [ChunkSlots(chunk, none, IntoMemory(memory, chunk)) for chunk in wanted]
+        return [ChunkSlots(chunk, none) for chunk in wanted]
 
     def outcome(_: int) -> int:
         # Other prompts may have evicted prefetched chunks.
-        return memory.leading(wanted) * parts.fmt.chunk_size
+        return places.leading(wanted) * parts.fmt.chunk_size
 
-    def ended(_: Piece) -> None:
-        memory.unwant(chunk.key for chunk in wanted)
-
-    return _Loading("prefetch", parts, prompt, items, outcome, ended, early=True).handle
+    return _Loading("prefetch", parts, prompt, items, outcome, early=True).handle
 
 
 # ----------------------------------------------------------------------------- stores
@@ -387,7 +382,7 @@ class _Storing:
 
 
 def submit_store(parts: KindParts, items: Sequence[ChunkSlots]) -> Handle[StoreReport]:
-    """Copy chunks and store them in the background; drop those that find no staging."""
+    """Copy chunks and store them in the background; drop those that find no memory."""
     storing = _Storing(parts, len(items))
     storing.submit(items, 0.0)
     return storing.handle

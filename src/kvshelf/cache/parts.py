@@ -1,9 +1,8 @@
 """What a cache has for all kinds of KV of its namespace, and what it has for each.
 
-Owns staging, the memory of prefetched chunks, the lookups and the transfer of a kind
-(:class:`KindParts`), and when they start: a lookup's threads with the first lookup, a transfer's
-with the first store or load. The kinds share the shelf, the tiers, counters, failed keys and the
-options (:class:`Shared`).
+Owns the lookups and the transfer of a kind (:class:`KindParts`), and when they start: a lookup's
+threads with the first lookup, a transfer's with the first store or load. The kinds share the shelf,
+the memory, the disk tier, counters, failed keys and the options (:class:`Shared`).
 
 Contracts
 ---------
@@ -18,7 +17,6 @@ import threading
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Final
 
 from torch import Tensor
 
@@ -42,6 +40,7 @@ from kvshelf.format.objects import ObjectFormat
 from kvshelf.kv.caches import KVCache
 from kvshelf.kv.sources import BoundKV, host_slot_mapping, with_slots
 from kvshelf.kv.topology import ShardPlan
+from kvshelf.memory.chunk_memory import ChunkMemory, ChunkPlaces
 from kvshelf.metrics import Counters
 from kvshelf.shelf.failed_keys import FailedKeys
 from kvshelf.shelf.lookup import Lookup, LookupService
@@ -52,14 +51,9 @@ from kvshelf.tiers.memory_tier import MemoryTier
 from kvshelf.tiers.tiered import Tier, TieredShelf
 from kvshelf.transfer.context import TransferContext
 from kvshelf.transfer.loads import Loads
-from kvshelf.transfer.prefetch import KindMemory
-from kvshelf.transfer.staging import StagingPool
 from kvshelf.transfer.transfers import Transfers, default_io_threads
 
 logger = logging.getLogger(__name__)
-
-#: The smallest memory tier.
-_LEAST_MEMORY: Final = 4096
 
 
 @dataclass(eq=False, slots=True)
@@ -79,10 +73,8 @@ class Shared:
     shelf: Shelf
     counters: Counters
     uses: Uses
-    memory_tier: MemoryTier | None
+    memory: ChunkMemory
     disk_tier: DiskTier | None
-    staging_bytes: int
-    prefetch_bytes: int
     io_threads: int | None
     group_by_salt: bool
     timeout: float
@@ -130,30 +122,24 @@ class KindParts:
     ----------
     bound : tuple of KVCache and int, or None
         The caches for calls without KV, and how many slots they have, where that is known.
-    staging : StagingPool
-    memory : KindMemory
+    places : ChunkPlaces
+        How the kind's chunks lie in memory.
     tiers : dict of str to Tier
         The nearest first.
 
     Raises
     ------
     ConfigError
-        If staging is too small for the kind's objects.
+        If the memory is too small for the kind's chunks.
     """
 
     def __init__(self, shared: Shared, fmt: ObjectFormat, own: KVCache | None = None) -> None:
         self.shared = shared
         self.fmt = fmt
         self.bound: tuple[KVCache, int | None] | None = None if own is None else (own, None)
-        largest = max(fmt.object_size(shard) for shard in range(fmt.shards))
-        self.staging = StagingPool(shared.staging_bytes, largest, together=fmt.shards)
-        self._own_memory: MemoryTier | None = None
-        tier, counters = shared.memory_tier, shared.counters
-        if tier is None:
-            nbytes = max(shared.prefetch_bytes, _LEAST_MEMORY)
-            tier = self._own_memory = MemoryTier(nbytes, counters=counters, lazy=True)
-        self.memory = KindMemory(tier, fmt, counters, keeps=self._own_memory is None)
-        self.tiers: dict[str, Tier] = {"memory": self.memory}
+        self.places = ChunkPlaces(shared.memory, fmt, range(fmt.shards))
+        shared.memory.serve((id(shared), fmt.kind), self._io_threads[0] + 1, self.places.slot_bytes)
+        self.tiers: dict[str, Tier] = {"memory": MemoryTier(self.places)}
         if shared.disk_tier is not None:
             self.tiers["disk"] = shared.disk_tier
         self._transfer: Transfers | None = None
@@ -255,8 +241,11 @@ class KindParts:
                 # First: a load that runs copies what it finds there into the tiers.
                 view = self.shared.shelf.view(self.fmt)
                 removed += sum(view.delete(ref) for ref in refs)
+            # The farthest first: a load that runs copies what it finds there into the others.
             removed += sum(
-                tier.remove(self.fmt, refs) for name, tier in self.tiers.items() if name in tiers
+                tier.remove(self.fmt, refs)
+                for name, tier in reversed(self.tiers.items())
+                if name in tiers
             )
         finally:
             self.note_removed(chunk)
@@ -265,24 +254,32 @@ class KindParts:
     # ------------------------------------------------------------- threads
 
     @property
+    def _io_threads(self) -> tuple[int, int]:
+        """How many threads load, and how many store."""
+        threads = self.shared.io_threads
+        if threads:
+            return threads, max(1, threads // 2)
+        return default_io_threads(self.shared.shelf.backend.properties)
+
+    @property
     def transfer(self) -> Transfers:
         """The store and load pipelines."""
         shared = self.shared
         with shared.lock:
             shared.check_open()
             if self._transfer is None:
-                loading, storing = default_io_threads(shared.shelf.backend.properties)
-                if shared.io_threads:
-                    loading, storing = shared.io_threads, max(1, shared.io_threads // 2)
-                shelf = TieredShelf(shared.shelf, list(self.tiers.values()))
+                loading, storing = self._io_threads
+                near = [] if shared.disk_tier is None else [shared.disk_tier]
+                shelf = TieredShelf(shared.shelf, near)
                 context = TransferContext(
                     shelf.view(self.fmt),
                     None if self.bound is None else self.bound[0],
-                    self.staging,
+                    shared.memory,
                     shared.counters,
                     ShardPlan.whole(self.fmt.shards),
                     load_threads=loading,
                     store_threads=storing,
+                    owner=id(shared),
                 )
                 self._transfer = Transfers([context])
             return self._transfer
@@ -324,11 +321,7 @@ class KindParts:
             self._transfer.loads[self.fmt.kind].check()
 
     def close(self, drain_seconds: float) -> None:
-        """Wait for unfinished stores for a bounded time, stop the threads, free the memory."""
+        """Wait for unfinished stores for a bounded time, and stop the threads."""
         lost = 0 if self._transfer is None else self._transfer.close(drain_seconds)
         if lost:
             logger.warning("%d chunks were not stored in time and are lost", lost)
-        self.staging.close()
-        self.memory.close()
-        if self._own_memory is not None:
-            self._own_memory.close()

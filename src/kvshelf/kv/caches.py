@@ -168,16 +168,16 @@ class PendingCopy:
 
     @property
     def ended(self) -> bool:
-        """Whether the staging buffers are not written to any more. May be True late."""
+        """Whether the payloads are not written to any more. May be True late."""
         return True
 
     def wait(self) -> None:
-        """Wait until the staging buffers are filled.
+        """Wait until the payloads are filled.
 
         Raises
         ------
         DeviceUnavailableError
-            The content of the staging buffers must not be used.
+            The content of the payloads must not be used.
         """
 
 
@@ -186,19 +186,11 @@ DONE: Final = PendingCopy()
 
 
 class KVMemory(ABC):
-    """Memory from which KV is gathered and to which it is scattered, shard by shard.
-
-    Attributes
-    ----------
-    whole_chunks : bool
-        One :meth:`scatter_chunk` is cheaper than several threads that call :meth:`scatter`.
-    """
-
-    whole_chunks: bool = False
+    """Memory from which KV is gathered and to which it is scattered, shard by shard."""
 
     @abstractmethod
     def gather(self, slots: Tensor, payloads: Sequence[Tensor]) -> PendingCopy | None:
-        """Copy one chunk's KV into staging buffers, or begin to.
+        """Copy one chunk's KV into its payloads, or begin to.
 
         Parameters
         ----------
@@ -219,7 +211,7 @@ class KVMemory(ABC):
         ValueError
             If an argument does not fit.
         DeviceUnavailableError
-            The caches cannot be used; nothing uses the staging buffers any more.
+            The caches cannot be used; nothing uses the payloads any more.
         """
 
     @abstractmethod

@@ -5,13 +5,13 @@ Owns the memory of the device buffers, the choice of the copier, the thread that
 :mod:`kvshelf.kv.copier` says how chunks are copied.
 
 Gather: kernels on the engine's own stream copy all layers and shards of a chunk into one of a few
-device buffers; from there it is copied to staging, beside the engine's work. The engine's stream
-waits for nothing, so the blocks need neither pins nor fences: they have been read when the next
-step begins.
+device buffers; from there it is copied to host memory, beside the engine's work. The engine's
+stream waits for nothing, so the blocks need neither pins nor fences: they have been read when the
+next step begins.
 Scatter: the payloads of one or several shards are copied to a device buffer, and kernels on a
 high-priority stream copy them from there into the caches, after all work that the engine had
 enqueued when the load began. Where the layers lie inside the blocks of the cache, and a shard's
-part of a block is contiguous and large, page-locked staging is copied directly into the blocks,
+part of a block is contiguous and large, page-locked memory is copied directly into the blocks,
 without a device buffer and without a kernel.
 
 Contracts
@@ -24,9 +24,9 @@ Contracts
   :class:`~kvshelf.errors.DeviceUnavailableError`. A device that reports it again when it is queried
   has failed for good, and is not used again: one log line says so, and from then on all of these
   raise without a call to the device.
-* A staging buffer belongs to a gather until :meth:`PendingCopy.wait` has returned, a device buffer
-  until its chunk is on the host. Staging should be page-locked: ordinary memory gives the same
-  results, more slowly.
+* A payload belongs to a gather until :meth:`PendingCopy.wait` has returned, a device buffer until
+  its chunk is on the host. Payloads should be page-locked: ordinary memory gives the same results,
+  more slowly.
 * Slot mappings are checked on the host before any work is enqueued, and travel as kernel
   arguments: they need no copy to the device that could queue behind others.
 * After construction only events are allocated: allocations are forbidden during the capture
@@ -110,7 +110,7 @@ class _PendingGather(PendingCopy):
             chunk, self._chunk = self._chunk, None
             if chunk is not None:
                 try:
-                    # Also on a device that failed: while it still works, it writes into staging.
+                    # Also on a device that failed: while it still works, it writes to the host.
                     self._cache._use(self._cache._copier.wait, chunk, in_flight=True)
                 except DeviceUnavailableError as error:
                     self._error = error
@@ -125,7 +125,6 @@ class _PendingGather(PendingCopy):
 class _DeviceMemory(KVMemory):
     """What is copied in one way, chunks or tails, in the caches of a device."""
 
-    whole_chunks = True
     _copy: ChunkCopy
 
     @property

@@ -7,7 +7,7 @@ itself, so they lengthen its steps.
 Contracts
 ---------
 * :meth:`TensorCopier.gather` enqueues on the calling thread's current stream, and also waits for
-  the copy where staging is not page-locked. Without memory for a temporary tensor it refuses.
+  the copy where the payloads are not page-locked. Without memory for a temporary tensor it refuses.
 * :meth:`TensorCopier.scatter` runs on a stream of its own, and returns when the data is in the
   tensors: any stream may read it then.
 * Any thread may call. Errors of the device are RuntimeErrors.

@@ -1,4 +1,4 @@
-"""One range of host memory: that of a tier, of staging, or of a node server and its clients.
+"""One range of host memory: that of an engine for chunks, or of a node server and its clients.
 
 Contracts
 ---------
@@ -30,7 +30,6 @@ import numpy as np
 
 from kvshelf.errors import ConfigError, UnsupportedError
 from kvshelf.pages import (
-    HUGE_PAGE,
     lockable,
     map_pages,  # noqa: TID251
     page_lock,
@@ -59,12 +58,10 @@ class Arena:
     nbytes : int
     shared : bool
         Other processes can map it, see :attr:`fd`.
-    device : torch.device, optional
-        Page-lock the memory for copies to and from GPUs, on the memory node of this one.
     lazy : bool
         The system gives each page when it is first written to; free memory is not checked.
-    unit : int
-        Memory is page-locked in pieces that are multiples of it.
+    inherited : bool
+        Processes that are forked from this one have it as well. Shared memory never is.
 
     Attributes
     ----------
@@ -84,8 +81,6 @@ class Arena:
         themselves.
     UnsupportedError
         If the system knows no sealed shared memory (Linux before 5.1).
-    RuntimeError
-        If CUDA cannot page-lock the memory.
 
     Examples
     --------
@@ -101,38 +96,32 @@ class Arena:
         nbytes: int,
         *,
         shared: bool = False,
-        device: torch.device | None = None,
         lazy: bool = False,
-        unit: int = HUGE_PAGE,
+        inherited: bool = True,
     ) -> None:
         if nbytes < 1:
             raise ConfigError(f"an arena of {nbytes} bytes was requested; expected at least 1")
-        if lazy and device is not None:
-            raise ConfigError("page-locked memory is taken at once: give lazy or device, not both")
-        self._begin(nbytes, unit)
+        self._begin(nbytes)
         try:
-            self.view = self._take(shared=shared, locked=device is not None, lazy=lazy)
-            if device is not None:
-                self.page_lock(device)
+            self.view = self._map(shared=shared, lazy=lazy, inherited=inherited)
         except (OSError, MemoryError) as error:
             self.close()
             raise ConfigError(
                 f"there is no memory for an arena of {nbytes} bytes: {error}. Ask for less"
-                " (memory of an engine, staging_bytes of a ChunkCache, --memory of"
+                " (memory of an engine, memory_bytes of a ChunkCache, --memory of"
                 " `kvshelf serve`), or give the machine or the container more memory"
             ) from error
         except BaseException:
             self.close()
             raise
 
-    def _begin(self, nbytes: int, unit: int) -> None:
+    def _begin(self, nbytes: int) -> None:
         self.nbytes = nbytes
-        self._unit = unit
-        piece = lockable(nbytes, unit)
+        piece = lockable(nbytes)
         self.borders = range(piece, nbytes, piece)
         self.fd: int | None = None
         self.view = memoryview(b"")
-        self._unlock: Callable[[], None] | None = None
+        self._unlocks: list[Callable[[], None]] = []
 
     @classmethod
     def of(cls, fd: int, nbytes: int) -> Arena:
@@ -172,7 +161,7 @@ class Arena:
         if size != nbytes or nbytes < 1:
             raise ValueError(f"the shared memory that was passed has {size} bytes, not {nbytes}")
         arena = cls.__new__(cls)
-        arena._begin(nbytes, HUGE_PAGE)
+        arena._begin(nbytes)
         arena.view = memoryview(mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ))
         return arena
 
@@ -189,29 +178,49 @@ class Arena:
         with torch.inference_mode(False):
             return torch.frombuffer(self.view, dtype=torch.uint8)
 
+    def take(self, start: int, stop: int, device: torch.device | None = None) -> None:
+        """Have the bytes ``[start, stop)`` of lazy memory from now on.
+
+        Parameters
+        ----------
+        start, stop : int
+        device : torch.device, optional
+            A GPU for which they are page-locked too, until :meth:`close`.
+
+        Raises
+        ------
+        MemoryError
+            If there is not so much free memory and a sixteenth more.
+        RuntimeError
+            If CUDA cannot page-lock them.
+        """
+        piece = self.view[start:stop]
+        populate(piece)
+        if device is not None:
+            self._unlocks.append(page_lock(piece, device))
+
     def page_lock(self, device: torch.device | None) -> None:
-        """Page-lock the memory for copies to and from GPUs, until :meth:`close`. Idempotent.
+        """Page-lock all memory for copies to and from GPUs, until :meth:`close`. Idempotent.
 
         Raises
         ------
         RuntimeError
             If CUDA cannot.
         """
-        if self._unlock is None:
-            self._unlock = page_lock(self.view, device, self._unit)
+        if not self._unlocks:
+            self._unlocks.append(page_lock(self.view, device))
 
     def close(self) -> None:
         """End page-locking, close the descriptor and drop the memory. Idempotent."""
         self.view = memoryview(b"")
         self.__dict__.pop("tensor", None)
-        unlock, self._unlock = self._unlock, None
-        if unlock is not None:
-            unlock()
+        while self._unlocks:
+            self._unlocks.pop()()
         fd, self.fd = self.fd, None
         if fd is not None:
             os.close(fd)
 
-    def _take(self, *, shared: bool, locked: bool, lazy: bool) -> memoryview:
+    def _map(self, *, shared: bool, lazy: bool, inherited: bool) -> memoryview:
         if not lazy:
             # Checked before the mapping: the system's own refusal does not say what is free.
             require_free(self.nbytes)
@@ -221,7 +230,7 @@ class Arena:
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SIZE_SEALS)
         # After a fork, the first process that writes to a private page gets a copy of it, and a
         # GPU would continue with the other one. To shared pages both would write.
-        view = map_pages(self.nbytes, fd=self.fd, inherited=not (locked or shared))
+        view = map_pages(self.nbytes, fd=self.fd, inherited=inherited and not shared)
         if self.fd is not None:
             try:
                 fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEAL_FUTURE_WRITE)
@@ -246,3 +255,21 @@ def _filesystem(fd: int) -> int:
 def copy_bytes(into: memoryview, source: bytes | bytearray | memoryview) -> None:
     """Copy bytes to memory of the same length, without the GIL meanwhile."""
     np.copyto(np.frombuffer(into, np.uint8), np.frombuffer(source, np.uint8))
+
+
+def bytes_at(view: memoryview) -> torch.Tensor:
+    """Return bytes as a tensor, uint8 [bytes], that does not keep their memory alive.
+
+    `view` may be read-only: the caller must not write to the tensor then.
+    """
+    import torch
+
+    # torch.frombuffer warns of read-only memory, and its tensors would keep a mapping open.
+    array = np.frombuffer(view, np.uint8)
+    address = array.__array_interface__["data"][0]
+    # vLLM's step runs under inference_mode. Other threads cannot write to tensors that are created
+    # there.
+    with torch.inference_mode(False):
+        return torch.frombuffer(
+            (ctypes.c_uint8 * array.size).from_address(address), dtype=torch.uint8
+        )

@@ -12,7 +12,7 @@ from kvshelf.adapters.scheduler import SchedulerAdapter
 from kvshelf.adapters.transfers import Event
 from kvshelf.adapters.worker import WorkerAdapter
 from kvshelf.cache import ChunkCache
-from kvshelf.config import LEAST_STAGING, Config
+from kvshelf.config import DEFAULT_MEMORY, Config
 from kvshelf.errors import ConfigError
 from kvshelf.format.model import ModelFacts
 from kvshelf.server.shelf import open_served
@@ -60,7 +60,7 @@ def open_cache(config: Config, model: ModelFacts, *, timeout_s: float = 30.0) ->
         timeout_s=timeout_s,
         open_served=lambda counters: open_served(
             server,
-            segment_bytes=LEAST_STAGING,
+            segment_bytes=DEFAULT_MEMORY,
             read_only=config.read_only,
             counters=counters,
         ),

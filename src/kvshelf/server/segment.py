@@ -3,9 +3,9 @@
 Owns a range of shared memory, and which parts of it are in use. Safe to call from any
 thread.
 
-The staging of an engine lies in it (:meth:`Segment.take_region`): objects that were gathered there
-are stored without a copy. Other objects are copied to parts of their own, for which some memory is
-kept.
+An engine has memory for chunks in it (:meth:`Segment.take_region`): objects that were gathered
+there are stored without a copy. Other objects are copied to parts of their own, for which some
+memory is kept.
 
 A forked process does not have the memory: it would write into what its parent stores.
 """
@@ -107,7 +107,7 @@ class Segment:
         return self._reserve(nbytes, self.nbytes)
 
     def take_region(self, nbytes: int) -> SegmentPart | None:
-        """Return memory for staging, None where it would take that of other objects.
+        """Return memory for chunks, None where it would take that of other objects.
 
         Never blocks. The memory may be used after :meth:`close`.
         """

@@ -24,7 +24,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from itertools import islice, repeat
-from typing import Final, NamedTuple, Protocol, TypeAlias, TypeVar
+from typing import Final, NamedTuple, Protocol, TypeVar
 
 from kvshelf.backends import NOT_REGULAR, BytesLike, StatResult, StatResults, Whole, WriteResult
 from kvshelf.backends.base import delete_one
@@ -103,20 +103,6 @@ class Pinned(Protocol):
         """Give the bytes back. Called exactly once."""
 
 
-class Staging(Protocol):
-    """Host memory for the objects of one load."""
-
-    def __call__(self, count: int, /) -> Sequence[Pinned] | None:
-        """Return memory for `count` objects, each large enough and writable; None: there is none.
-
-        May block.
-        """
-
-
-#: Objects in memory, whole and verified, by shard. Their holder releases each, once.
-Fetched: TypeAlias = dict[int, Pinned]
-
-
 class Presence(Enum):
     """What a probe found in an object's place; all but PRESENT are misses for a load."""
 
@@ -136,18 +122,11 @@ class ShelfView(ABC):
         The storage.
     fmt : ObjectFormat
         Format of the kind's objects.
-
-    Attributes
-    ----------
-    in_memory : Callable or None
-        Returns whether some shards of a chunk lie in a memory tier now, and never blocks. None
-        without such a tier.
     """
 
     def __init__(self, backend: GuardedBackend, fmt: ObjectFormat) -> None:
         self.backend = backend
         self.fmt = fmt
-        self.in_memory: Callable[[Chunk, Sequence[int]], bool] | None = None
         self._sizes = tuple(fmt.object_size(shard) for shard in range(fmt.shards))
 
     @property
@@ -232,55 +211,6 @@ class ShelfView(ABC):
             may not have been looked at; no buffer means anything then.
         """
 
-    def fetch(
-        self, chunk: Chunk, shards: Sequence[int], staging: Staging
-    ) -> Fetched | FailedRead | None:
-        """Return objects of a chunk in memory: where they lie, or read into `staging`.
-
-        Parameters
-        ----------
-        chunk : Chunk
-        shards : Sequence of int
-            At least one.
-        staging : Staging
-            Called at most once, for those that have to be read into it.
-
-        Returns
-        -------
-        Fetched, FailedRead or None
-            The objects, all of them; or one that could not be had, and what :meth:`load` raises for
-            it; or None where `staging` gave no memory.
-        """
-        fetched: Fetched = {}
-        shard = shards[0]
-        failed: FailedRead | None = None
-        try:
-            if self.pins:
-                for shard in shards:
-                    pinned = self.pin(ObjectRef(chunk, shard))
-                    if pinned is not None:
-                        fetched[shard] = pinned
-                failed = self.read_into_memory(chunk, shards, fetched)
-            left = [shard for shard in shards if shard not in fetched] if fetched else shards
-            if failed is None:
-                if not left:
-                    return fetched
-                shard = left[0]
-                buffers = staging(len(left))
-                if buffers is not None:
-                    fetched.update(zip(left, buffers, strict=True))
-                    views = [fetched[shard].view[: self.size(chunk, shard)] for shard in left]
-                    failed = self.load_all(chunk, left, views)
-                    if failed is None:
-                        return fetched
-        except Exception as error:  # noqa: BLE001 - the caller learns of which object it is
-            failed = FailedRead(shard, error)
-        except BaseException:
-            _release(fetched)
-            raise
-        _release(fetched)
-        return failed
-
     def expect(self, chunks: Sequence[Chunk], shards: Sequence[int]) -> None:
         """Announce objects that are about to be loaded, in order. Never blocks, never raises.
 
@@ -310,15 +240,6 @@ class ShelfView(ABC):
         ------
         ObjectMissingError, BadObjectError, StorageError
             As for :meth:`load`.
-        """
-        return None
-
-    def read_into_memory(
-        self, chunk: Chunk, shards: Sequence[int], fetched: Fetched
-    ) -> FailedRead | None:
-        """Read objects that are not in `fetched` to where :meth:`pin` finds them, and add them.
-
-        Those for which there is no such memory are left out. Returns as :meth:`load_all` does.
         """
         return None
 
@@ -361,11 +282,6 @@ def _presence(found: StatResult, size: int) -> Presence:
     if found is NOT_REGULAR:
         return Presence.NOT_REGULAR
     return Presence.WRONG_SIZE if isinstance(found, int) else Presence.ERROR
-
-
-def _release(fetched: Fetched) -> None:
-    while fetched:
-        fetched.popitem()[1].release()
 
 
 def find_together(

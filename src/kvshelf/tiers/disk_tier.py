@@ -168,8 +168,6 @@ class DiskTier:
         If `path` is something other than a directory.
     """
 
-    in_memory = False
-
     def __init__(
         self,
         path: str | os.PathLike[str],
@@ -353,12 +351,6 @@ class DiskTier:
         self._counters.add("disk_tier_loaded_bytes", len(buffer))
         self._uses.note_names(view.backend, [view.name(ref)])
         return chunk
-
-    def pin(self, fmt: ObjectFormat, ref: ObjectRef) -> None:
-        """Return None: no copy lies in memory."""
-
-    def reserve(self, fmt: ObjectFormat, ref: ObjectRef) -> None:
-        """Return None: no copy lies in memory."""
 
     def _remove_bad(self, view: NamespaceView, ref: ObjectRef, error: BadObjectError) -> None:
         self._counters.add("disk_tier_bad_objects")

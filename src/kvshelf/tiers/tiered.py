@@ -11,8 +11,6 @@ Contracts
   does not get into a tier. Loads and lookups ask the tiers first, and ask the shelf only for the
   objects that are in no tier. So an object that was deleted from the shelf is found until it is
   gone from the tiers as well.
-* What is in memory is read where it lies, and what is not is read into a tier's memory, where a
-  tier has memory for it (:meth:`TieredView.pin`): it is verified there, and copied from there.
 * All methods may be called from any thread but an engine's step thread, but for
   :meth:`TieredView.expect`.
 """
@@ -36,7 +34,6 @@ from kvshelf.shelf.opening import START_SECONDS, TIERED_SECONDS, LateBackend, Op
 from kvshelf.shelf.shelf import Shelf, open_shelf
 from kvshelf.shelf.view import (
     FailedRead,
-    Fetched,
     NamespaceView,
     ObjectRef,
     Pinned,
@@ -52,30 +49,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class Reserved(Protocol):
-    """Reserved tier memory for one object being read; not visible to lookups until published."""
-
-    @property
-    def view(self) -> memoryview:
-        """Memory of the object's size, writable."""
-
-    def publish(self) -> Pinned | None:
-        """Publish the object, and pin it: `view` holds it, whole and verified.
-
-        None only if it was removed meanwhile, or another thread had read it too and it is gone
-        again. :meth:`release` is not called then.
-        """
-
-    def release(self) -> None:
-        """Give the memory back: the object is given up."""
-
-
 class Tier(Protocol):
     """A store in front of a shelf that has copies of some of its objects."""
-
-    @property
-    def in_memory(self) -> bool:
-        """Whether it lies in host memory: none of its methods blocks."""
 
     @property
     def available(self) -> bool:
@@ -86,12 +61,6 @@ class Tier(Protocol):
 
     def load(self, fmt: ObjectFormat, ref: ObjectRef, buffer: memoryview) -> bool:
         """Fill `buffer`, or at least its payload; False when the object is not here or is bad."""
-
-    def pin(self, fmt: ObjectFormat, ref: ObjectRef) -> Pinned | None:
-        """Return an object where it lies in memory; None if it does not. Never raises."""
-
-    def reserve(self, fmt: ObjectFormat, ref: ObjectRef) -> Reserved | None:
-        """Return memory into which an object is to be read; None if it should not, or is here."""
 
     def keep(self, fmt: ObjectFormat, ref: ObjectRef, buffer: BytesLike) -> None:
         """Take a copy of an object that is on the shelf, if it fits. Never waits."""
@@ -123,8 +92,6 @@ class TieredView(ShelfView):
         self._shelf = shelf
         self._tiers = tiers
         self._ask_shelf = ask_shelf
-        if any(tier.in_memory for tier in tiers):
-            self.in_memory = self._in_memory
 
     @property
     def available(self) -> bool:
@@ -163,21 +130,12 @@ class TieredView(ShelfView):
         self, chunk: Chunk, shards: Sequence[int], buffers: Sequence[memoryview]
     ) -> FailedRead | None:
         """Read and verify objects, each from the first tier that has it, else from the shelf."""
-        return self._load_all(chunk, shards, buffers, self._tiers)
-
-    def _load_all(
-        self,
-        chunk: Chunk,
-        shards: Sequence[int],
-        buffers: Sequence[memoryview],
-        tiers: Sequence[Tier],
-    ) -> FailedRead | None:
         left: dict[int, memoryview] = {}
         for shard, buffer in zip(shards, buffers, strict=True):
             ref = ObjectRef(chunk, shard)
-            for place, tier in enumerate(tiers):
+            for place, tier in enumerate(self._tiers):
                 if tier.load(self.fmt, ref, buffer):
-                    self._keep(ref, buffer, tiers[:place])
+                    self._keep(ref, buffer, self._tiers[:place])
                     break
             else:
                 left[shard] = buffer
@@ -186,7 +144,7 @@ class TieredView(ShelfView):
         failed = self._shelf.load_all(chunk, tuple(left), tuple(left.values()))
         if failed is None:
             for shard, buffer in left.items():
-                self._keep(ObjectRef(chunk, shard), buffer, tiers)
+                self._keep(ObjectRef(chunk, shard), buffer, self._tiers)
         return failed
 
     def _keep(self, ref: ObjectRef, buffer: memoryview, tiers: Sequence[Tier]) -> None:
@@ -197,59 +155,19 @@ class TieredView(ShelfView):
         """Announce to the shelf, see :meth:`ShelfView.expect`. What the tiers have is not known."""
         self._shelf.expect(chunks, shards)
 
-    def _in_memory(self, chunk: Chunk, shards: Sequence[int]) -> bool:
-        refs = [ObjectRef(chunk, shard) for shard in shards]
-        return any(tier.in_memory and all(tier.holds(self.fmt, refs)) for tier in self._tiers)
-
     @property
     def pins(self) -> bool:
-        """Whether objects may lie in memory, of a tier or of the shelf: known when asked."""
-        return True
+        """Whether objects may lie in memory of the shelf."""
+        return self._shelf.pins
 
     def pin(self, ref: ObjectRef) -> Pinned | None:
-        """Pin an object in the first tier that has it, else in the memory of the shelf.
+        """Pin an object in the memory of the shelf, unless a tier has it.
 
-        None if a tier has it elsewhere than in memory. What lies in the memory of the shelf is not
-        copied into the tiers.
+        What lies there is not copied into the tiers.
         """
-        shelf_pins = self._shelf.pins
-        for tier in self._tiers:
-            pinned = tier.pin(self.fmt, ref)
-            if pinned is not None:
-                return pinned
-            if shelf_pins and tier.holds(self.fmt, [ref])[0]:
-                return None
-        return self._shelf.pin(ref) if shelf_pins else None
-
-    def read_into_memory(
-        self, chunk: Chunk, shards: Sequence[int], fetched: Fetched
-    ) -> FailedRead | None:
-        """Read what lies in no memory into the first tier that has memory for it, and pin it."""
-        if self._shelf.pins:
+        if any(tier.holds(self.fmt, [ref])[0] for tier in self._tiers):
             return None
-        for tier in self._tiers:
-            reserved: dict[int, Reserved] = {}
-            others = [other for other in self._tiers if other is not tier]
-            try:
-                for shard in shards:
-                    if shard not in fetched:
-                        memory = tier.reserve(self.fmt, ObjectRef(chunk, shard))
-                        if memory is not None:
-                            reserved[shard] = memory
-                if not reserved:
-                    continue
-                views = [memory.view for memory in reserved.values()]
-                failed = self._load_all(chunk, tuple(reserved), views, others)
-                while reserved and failed is None:
-                    shard, memory = reserved.popitem()
-                    if (pinned := memory.publish()) is not None:
-                        fetched[shard] = pinned
-            finally:
-                for memory in reserved.values():
-                    memory.release()
-            if failed is not None:
-                return failed
-        return None
+        return self._shelf.pin(ref)
 
     def publish(self, ref: ObjectRef, buffer: BytesLike, *, suspect: bool = False) -> WriteResult:
         """Publish to the shelf, then copy to the tiers.

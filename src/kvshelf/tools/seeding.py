@@ -117,7 +117,7 @@ def seed_shelf(
     computer : Computer
         The engine.
     batch_chunks : int
-        Largest number of chunks to compute at once: the capacity of staging. A longer prompt
+        Largest number of chunks to compute at once: so many fit into memory. A longer prompt
         is computed alone.
     group_by_salt : bool
         The engine's option of this name.

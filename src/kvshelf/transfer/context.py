@@ -5,29 +5,30 @@
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import InitVar, dataclass
+from typing import Final
 
-import numpy as np
 import torch
 
 from kvshelf.format.keys import Chunk
-from kvshelf.format.kinds import DRAFT, FULL, Kind
+from kvshelf.format.kinds import DRAFT, FULL, STATE, Kind
 from kvshelf.kv.caches import KVCache, KVMemory
 from kvshelf.kv.topology import ShardPlan
 from kvshelf.logs import RateLimitedLog
+from kvshelf.memory.chunk_memory import ChunkMemory, ChunkPlaces
 from kvshelf.metrics import Counters
 from kvshelf.shelf.threads import StorageThreads
-from kvshelf.shelf.view import Pinned, ShelfView
-from kvshelf.transfer.staging import StagingBuffer, StagingPool
+from kvshelf.shelf.view import ShelfView
 
 logger = logging.getLogger("kvshelf.transfer")
 
 _LINES_PER_MINUTE = 10
+#: Of most chunks no state is stored, and a hit loads one.
+STATE_SHARE: Final = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,20 +53,9 @@ class ChunkSlots:
     fence: object = None
 
 
-def bytes_at(view: memoryview) -> torch.Tensor:
-    """Return bytes as a tensor, uint8 [bytes], that does not keep their memory alive.
-
-    `view` may be read-only: the caller must not write to the tensor.
-    """
-    # torch.frombuffer warns of read-only memory, and its tensors would keep a mapping open.
-    array = np.frombuffer(view, np.uint8)
-    address = array.__array_interface__["data"][0]
-    return torch.frombuffer((ctypes.c_uint8 * array.size).from_address(address), dtype=torch.uint8)
-
-
 @dataclass(eq=False)
 class TransferContext:
-    """The objects, the caches and the staging of one kind of KV, and how its chunks are counted.
+    """The objects, the caches and the memory of one kind of KV, and how its chunks are counted.
 
     The log has at most ten lines a minute, and one for each object.
 
@@ -75,34 +65,58 @@ class TransferContext:
         The objects of one kind in one namespace.
     cache : KVCache or None
         None where every :class:`ChunkSlots` names its own memory. Closed with the transfers.
-    staging : StagingPool
-        Its buffers must hold the largest object of the kind. Closed with the transfers.
+    memory : ChunkMemory
+        Its owner closes it, after the transfers.
     counters : Counters
     plan : ShardPlan
         The shards that this worker reads and writes.
     load_threads, store_threads : int
     on_thread_start : Callable, optional
         Called first on each thread, to set its processors.
+    owner : Hashable
+        Whose transfers they are, where several share the memory.
     of_drafter : bool
         The KV is a drafter's: no request depends on it, so failures are in the debug log only.
+
+    Attributes
+    ----------
+    places : ChunkPlaces
+        How chunks lie in slots of the memory.
+    shares : Shares
+        What stores, and what is read ahead, may have of the memory.
+
+    Raises
+    ------
+    ConfigError
+        If the memory is too small for a chunk.
     """
 
     shelf: ShelfView
     cache: KVCache | None
-    staging: StagingPool
+    memory: ChunkMemory
     counters: Counters
     plan: ShardPlan
     load_threads: int = 2
     store_threads: int = 1
     on_thread_start: Callable[[], None] | None = None
+    owner: Hashable = None
     of_drafter: InitVar[bool] = False
 
     def __post_init__(self, of_drafter: bool) -> None:
         self.fmt = self.shelf.fmt
         self.kind: Kind = DRAFT if of_drafter else self.fmt.kind
         self.log = RateLimitedLog(logger, 0 if of_drafter else _LINES_PER_MINUTE)
+        self.places = ChunkPlaces(self.memory, self.fmt, self.plan.shards)
+        # A further thread has what lies in memory, see :mod:`kvshelf.transfer.loads`.
+        self.shares = self.memory.serve(
+            (self.owner, self.kind),
+            self.load_threads + 1,
+            self.places.slot_bytes,
+            share=STATE_SHARE if self.fmt.kind == STATE else 1.0,
+        )
+        self.load_threads = max(1, self.shares.threads - 1)
 
-    def memory(self, item: ChunkSlots) -> KVMemory:
+    def kv_memory(self, item: ChunkSlots) -> KVMemory:
         """Return the memory that has a chunk's slots, in the form that takes the chunk.
 
         Raises UnsupportedError if the chunk is a tail, and the memory has none.
@@ -119,13 +133,6 @@ class TransferContext:
             # Dropped chunks are counted by reason for all kinds together.
             family = "dropped_chunks" if name.startswith("dropped_chunks_") else name
             self.counters.add(f"{self.fmt.kind}_{family}", amount)
-
-    def payload(self, memory: Pinned, chunk: Chunk, shard: int) -> torch.Tensor:
-        """Return the payload of an object in memory, uint8 [bytes]."""
-        start, stop = self.fmt.data_offset, self.shelf.size(chunk, shard)
-        if isinstance(memory, StagingBuffer):
-            return memory.part(start, stop)
-        return bytes_at(memory.view)[start:stop]
 
     def notify(self, callback: Callable[..., None], *values: object) -> None:
         """Call a completion callback; an exception that it raises must not end the thread."""
@@ -147,7 +154,8 @@ class TransferHalf(ABC):
         self._context = context
         self._shelf = context.shelf
         self._fmt = context.fmt
-        self._staging = context.staging
+        self._memory = context.memory
+        self._places = context.places
         self._counters = context.counters
         self._log = context.log
         self._closing = False

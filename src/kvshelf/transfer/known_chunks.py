@@ -4,7 +4,7 @@ Owns the memory of which chunks of one kind were dropped, published and repaired
 requests that share them. Each has a bound: the youngest are remembered.
 
 A lookup never finds a chunk of kind full whose parent is missing from the shelf. So after such a
-chunk was dropped or its store failed, its children are dropped as well: staging is better used for
+chunk was dropped or its store failed, its children are dropped as well: memory is better used for
 prefixes that begin. Windows and states have no such rule: a hit needs them near its end only. A
 chunk counts as dropped until it is stored here. A request whose lookup came after the drop ignores
 it: the lookup has seen what is before its first chunk, perhaps stored by another engine, and the

@@ -1,4 +1,7 @@
-"""One load of a request and its pieces: what they need, how much has arrived, how they ended."""
+"""One load of a request and its pieces: what they need, how much has arrived, how they ended.
+
+Passive: :mod:`kvshelf.transfer.loads` and :mod:`kvshelf.transfer.transfers` write to it.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from enum import Enum
 
 from kvshelf.format.keys import Chunk
 from kvshelf.format.kinds import DRAFT, Kind
+from kvshelf.memory.ring import Slot
 from kvshelf.transfer.context import ChunkSlots
 
 
@@ -35,7 +39,9 @@ class Piece:
     items : Sequence[ChunkSlots]
         In the order of the prompt.
     early : bool
-        No request waits for it yet.
+        It is read ahead into memory, and no request waits for it yet.
+    keeps : bool
+        An early one pins what has come, until :meth:`~kvshelf.transfer.loads.Loads.release`.
     failed_at : int or None
         Index in `items` of the first chunk that is not in the cache.
     failures : list
@@ -56,11 +62,16 @@ class Piece:
     threads : int
         So many items are read at once where there is no bound.
     started : float or None
-        When the first of its objects was taken by a thread, in seconds of :func:`time.monotonic`.
+        When a thread began its first chunk, in seconds of :func:`time.monotonic`.
+    kept : dict
+        The slots that it pins, by item.
+    fresh : set of int
+        Those of them that were read for it.
     """
 
     items: Sequence[ChunkSlots]
     early: bool = False
+    keeps: bool = False
     failed_at: int | None = None
     failures: list[tuple[Chunk, Failure]] = field(default_factory=list)
     leading: int = 0
@@ -77,11 +88,17 @@ class Piece:
     on_done: Callable[[Piece], None] = lambda piece: None
     #: Threads that are copying into the cache at this moment.
     scattering: int = 0
-    #: Objects of each item that are in the cache.
-    _arrived: list[int] = field(init=False)
+    kept: dict[int, Slot] = field(default_factory=dict)
+    fresh: set[int] = field(default_factory=set)
+    #: The first item that no thread has begun.
+    next_item: int = 0
+    #: A flag for each item that a thread has begun, and for each that is in the cache.
+    _begun: bytearray = field(init=False)
+    _arrived: bytearray = field(init=False)
 
     def __post_init__(self) -> None:
-        self._arrived = [0] * len(self.items)
+        self._begun = bytearray(len(self.items))
+        self._arrived = bytearray(len(self.items))
 
     @property
     def wanted(self) -> int:
@@ -104,11 +121,27 @@ class Piece:
         """Whether useful items have not arrived, and may yet."""
         return not self.finished and self.leading < self.wanted
 
-    def arrive(self, item: int, objects: int, of: int) -> None:
-        """Note that objects of an item, which has `of` of them, are in the cache."""
-        self._arrived[item] += objects
-        while self.leading < len(self.items) and self._arrived[self.leading] == of:
-            self.leading += 1
+    def wants(self, item: int) -> bool:
+        """Whether an item is still useful."""
+        return not self.finished and item < self.wanted
+
+    @property
+    def may_begin(self) -> bool:
+        """Whether the next item may be begun now."""
+        most = self.leading + self.at_once if self.at_once else self.wanted
+        return self.next_item < min(most, self.wanted)
+
+    def begin(self, item: int) -> None:
+        """Note that a thread has begun an item."""
+        self._begun[item] = 1
+        unbegun = self._begun.find(0, self.next_item)
+        self.next_item = len(self.items) if unbegun < 0 else unbegun
+
+    def arrive(self, item: int) -> None:
+        """Note that an item is in the cache."""
+        self._arrived[item] = 1
+        lacking = self._arrived.find(0, self.leading)
+        self.leading = len(self.items) if lacking < 0 else lacking
 
     def fail(self, item: int, failure: Failure) -> None:
         """Note that an item will not arrive."""

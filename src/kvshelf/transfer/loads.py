@@ -1,32 +1,45 @@
 """The loads of one kind of KV: chunks on their way from a shelf to a paged cache.
 
-Owns the threads that read, and the loads in progress: what is called a load here is the
-:class:`~kvshelf.transfer.load.Piece` of this kind.
+Owns the threads that read, the loads in progress, and who reads what for which of them: what is
+called a load here is the :class:`~kvshelf.transfer.load.Piece` of this kind.
 
-A load: a load thread reads some objects of a chunk into staging buffers, verifies them and scatters
-them into the paged cache. :mod:`kvshelf.transfer.reads` chooses the objects. An object that lies in
-memory already, or that a tier takes into memory, is scattered from there
-(:meth:`~kvshelf.shelf.view.ShelfView.fetch`): it takes no staging. When all objects of a load have
-arrived or were given up, the load is ``finished`` and says at which chunk it failed. Objects that
-miss their deadline are given up: their thread may hang for ever, the load does not.
+A load thread takes the next objects of a chunk that is begun. Else it begins the next chunk that a
+load wants: it looks for the chunk in memory, or takes a slot (:mod:`kvshelf.memory.ring`). The
+thread that reads the last object of a chunk seals the slot, scatters the chunk once for each load
+that wants it, and gives the slot back. All loads that want a chunk share one :class:`Reading` of
+it. An object that lies in memory of another owner (:meth:`~kvshelf.shelf.view.ShelfView.pin`) is
+scattered from there. When all chunks of a load have arrived or were given up, the load is
+``finished`` and says at which chunk it failed.
+
+Order: threads alternate between the oldest load (so that every load finishes) and the load with the
+fewest chunks left (so that short loads do not queue behind long ones). A load whose next chunk is
+in memory comes before all others, and one thread reads nothing from the storage, so that no slow
+read holds it up. *Early* loads, which read ahead for requests that do not wait for them yet, get
+the threads that no other load needs, but never all of them. A load may bound how many chunks behind
+those that have arrived are read at once: from a slow storage, many at once arrive together, and
+late. So would they if others were read beside them: while the oldest load has such a bound, only
+its chunks are begun.
 
 Deadlines: what a thread reads at once has the deadline of its backend
 (:mod:`kvshelf.backends.guard`). A load's deadline is that of reading 2 × (the bytes of the loads
 before it + its own), since later loads may take half of the bandwidth. An early load has none.
-While the circuit breaker of reads is open, loads fail at once, except for objects that a tier has.
+While the circuit breaker of reads is open, loads fail at once, except for what lies in a tier or
+in memory.
 
 Contracts
 ---------
-* :meth:`Loads.load`, :meth:`Loads.cancel` and :meth:`Loads.check` are called on the step thread
-  and never call the storage. Any other thread may call them too.
-* The threads are daemon threads. A stuck thread is replaced (:mod:`kvshelf.shelf.threads`);
-  its staging buffer stays with it.
+* :meth:`Loads.load`, :meth:`Loads.cancel`, :meth:`Loads.check` and :meth:`Loads.release` are called
+  on the step thread and never call the storage. Any other thread may call them too.
+* The threads are daemon threads. A stuck thread is replaced (:mod:`kvshelf.shelf.threads`); the
+  slot that it reads into stays with it.
 * Of a paged cache only the slots given are written, between :meth:`Loads.load` and the moment
   at which the load is reported finished, however it ends: loaded, failed, cancelled or late.
-* Nothing unverified is ever scattered. Memory of other owners is checked for validity after the
-  scatter: if it was taken back meanwhile, the object counts as failed.
-* What is pinned is given back exactly once, after the last scatter from it has ended and before
-  the last load that needs it is reported finished.
+* Nothing unverified is ever scattered or sealed. Memory of other owners is checked for validity
+  after the scatter: if it was taken back meanwhile, the chunk counts as failed.
+* A thread takes a slot only while it holds none: at most as many chunks are begun as there are
+  threads, so each of them finds a spare slot.
+* A slot is given back exactly once, when no thread reads into it and no copy from it runs. A load
+  that gets all its chunks is reported finished after that.
 * One lock, held for queue operations and during completion callbacks.
 """
 
@@ -34,9 +47,13 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
-from functools import partial
+from dataclasses import dataclass, field
+from itertools import islice
 from typing import Final
+
+import torch
 
 from kvshelf.errors import (
     BadObjectError,
@@ -45,17 +62,22 @@ from kvshelf.errors import (
     TransientStorageError,
     UnavailableStorageError,
 )
+from kvshelf.format.keys import Chunk
 from kvshelf.format.names import object_name
-from kvshelf.shelf.view import FailedRead
+from kvshelf.memory.arena import bytes_at
+from kvshelf.memory.ring import Share, Slot
+from kvshelf.shelf.view import FailedRead, ObjectRef, Pinned
 from kvshelf.traces import trace_range
 from kvshelf.transfer.context import ChunkSlots, TransferContext, TransferHalf
 from kvshelf.transfer.load import Failure, Piece
-from kvshelf.transfer.reads import Arrived, Objects, Reads, ReadTask
-from kvshelf.transfer.staging import StagingBuffer
 
 #: Objects of a load that are announced to the shelf at a time, the first ones by the step thread:
 #: a name for each takes a while.
 _ANNOUNCED: Final = 32
+#: Chunks of fewer bytes are read sooner by one thread than by two.
+_SHARED_BYTES: Final = 1 << 20
+#: Of so many loads, the oldest ones, the one with the fewest chunks left is found.
+_COMPARED: Final = 64
 
 
 def _failure_of(error: Exception) -> Failure:
@@ -66,6 +88,57 @@ def _failure_of(error: Exception) -> Failure:
     if isinstance(error, UnavailableStorageError | DeviceUnavailableError):
         return Failure.UNAVAILABLE
     return Failure.ERROR
+
+
+class _NoRoomError(Exception):
+    """No slot was free for a chunk."""
+
+
+@dataclass(eq=False, slots=True)
+class Reading:
+    """A chunk on its way through memory, for all loads that want it.
+
+    Attributes
+    ----------
+    chunk : Chunk
+    wants : list of (Piece, int)
+        The loads that it is for, and the item of each.
+    unread : list of int
+        Shards that no thread has taken.
+    unfinished : int
+        Number of shards that are not read yet.
+    share : Share
+        By which the slot is pinned.
+    slot : Slot or None
+        None until an object needs it.
+    lent : dict of int to Pinned
+        Objects that lie in memory of another owner.
+    is_near : bool
+        It was in memory when it was begun.
+    is_over : bool
+        It failed, no load wants it, or a thread of it is stuck: nothing more comes of it, and it
+        ends with the last thread that reads into its slot.
+    """
+
+    chunk: Chunk
+    wants: list[tuple[Piece, int]]
+    unread: list[int]
+    unfinished: int
+    share: Share
+    slot: Slot | None = None
+    lent: dict[int, Pinned] = field(default_factory=dict)
+    is_near: bool = False
+    is_over: bool = False
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether any load still needs it."""
+        return any(piece.wants(item) for piece, item in self.wants)
+
+    @property
+    def is_early(self) -> bool:
+        """Whether no request waits for it."""
+        return all(piece.early for piece, _ in self.wants)
 
 
 class Loads(TransferHalf):
@@ -83,17 +156,30 @@ class Loads(TransferHalf):
 
     def __init__(self, context: TransferContext) -> None:
         # One for what lies in memory, which no slow read holds up.
-        threads = context.load_threads + (context.shelf.in_memory is not None)
-        super().__init__(context, "load", threads)
+        super().__init__(context, "load", context.shares.threads)
         self._shards = context.plan.shards
-        self.chunk_bytes = sum(context.fmt.object_size(shard) for shard in self._shards)
-        #: Most objects that a thread takes at once: few enough that all threads find staging.
-        self._most = max(1, self._staging.for_loads // threads)
+        self.chunk_bytes = context.places.chunk_bytes
+        self._ring = context.memory.ring
         self._announced = max(1, _ANNOUNCED // len(self._shards))
+        self._most_far = context.load_threads
+        self._most_early = max(1, self._most_far - max(1, self._most_far // 4))
         self._chunks_at_once = max(1, context.load_threads // len(self._shards))
         #: Those that are not finished, the oldest first.
         self._active: dict[Piece, None] = {}
-        self._reads = Reads(self._shards, context.load_threads, self._shelf.in_memory)
+        #: Those of them with chunks that no thread has begun, early ones apart; and which of these
+        #: have their next chunk in memory.
+        self._queue: dict[Piece, None] = {}
+        self._near: dict[Piece, None] = {}
+        self._early: dict[Piece, None] = {}
+        self._oldest_next = True
+        #: The loads that want a chunk which no thread has begun for them, and the item of each, by
+        #: its name.
+        self._wanted: dict[object, dict[Piece, int]] = {}
+        #: The chunks that are being read, by name; those with objects that no thread has taken; and
+        #: that of each thread.
+        self._reading: dict[object, Reading] = {}
+        self._begun: deque[Reading] = deque()
+        self._at: dict[int, Reading] = {}
 
     # ------------------------------------------------------------- step thread
 
@@ -102,6 +188,7 @@ class Loads(TransferHalf):
         items: Sequence[ChunkSlots],
         *,
         early: bool = False,
+        keeps: bool = False,
         bytes_ahead: int = 0,
         cuts: Sequence[float] = (),
         at_once: int = 0,
@@ -114,7 +201,9 @@ class Loads(TransferHalf):
         items : Sequence of ChunkSlots
             In the order of the prompt.
         early : bool
-            The request does not wait for it yet: other loads come first.
+            Read the chunks into memory, and copy them nowhere; other loads come first.
+        keeps : bool
+            See :attr:`Piece.keeps`.
         bytes_ahead : int
             Bytes of loads of other kinds, which share the storage with this one.
         cuts : Sequence of float
@@ -130,6 +219,7 @@ class Loads(TransferHalf):
         piece = Piece(
             items,
             early,
+            keeps,
             nbytes=nbytes,
             cuts=cuts,
             at_once=at_once,
@@ -138,7 +228,7 @@ class Loads(TransferHalf):
         )
         usable = True
         cache = self._context.cache
-        if cache is not None and any(item.memory is None for item in items):
+        if cache is not None and not early and any(item.memory is None for item in items):
             try:
                 piece.fence = cache.fence()
             except DeviceUnavailableError:
@@ -153,14 +243,27 @@ class Loads(TransferHalf):
             self._active[piece] = None
             if not items:
                 self._complete(piece)
-            elif not (
-                usable and self._shelf.available and not self._closing and self._threads.ready()
-            ):
+            elif not usable or self._closing or not self._threads.ready():
                 self._refuse(piece)
             else:
-                self._reads.add(piece)
-                self._work.notify(len(items) * len(self._shards))
+                self._enqueue(piece)
+                if not self._may_come(piece):
+                    self._refuse(piece)
         return piece
+
+    def _enqueue(self, piece: Piece) -> None:
+        """Queue the chunks of a load; those that are being read are shared. Holds the lock."""
+        for item, slots in enumerate(piece.items):
+            name = self._places.name(slots.chunk)
+            reading = self._reading.get(name)
+            if reading is None:
+                self._wanted.setdefault(name, {})[piece] = item
+            else:
+                piece.begin(item)
+                reading.wants.append((piece, item))
+        (self._early if piece.early else self._queue)[piece] = None
+        self._update(piece)
+        self._work.notify(len(piece.items))
 
     def _announce(self, piece: Piece, first: int) -> None:
         """Announce some items of a load to the shelf. Does not hold the lock."""
@@ -194,204 +297,373 @@ class Loads(TransferHalf):
                     self._counters.add("cut_loads")
                     self._fail(piece, piece.leading, Failure.CUT)
 
+    def release(self, piece: Piece, first: int = 0) -> None:
+        """Give an early load up, and what it pins of its items from `first` on."""
+        with self._lock:
+            if not piece.finished:
+                piece.cancelled = True
+                self._settle(piece)
+            kept = {item: piece.kept.pop(item) for item in list(piece.kept) if item >= first}
+        fresh = [slot for item, slot in kept.items() if item in piece.fresh]
+        unused = sum(slot.objects for slot in fresh if not slot.was_loaded)
+        if unused:
+            self._counters.add("prefetched_unused_objects", unused)
+        self._ring.release(self._context.shares.ahead, kept.values())
+
     @property
     def loading_bytes(self) -> int:
         """Bytes of the loads that are not finished, early ones apart."""
         return sum(piece.nbytes for piece in list(self._active) if not piece.early)
 
+    # ------------------------------------------------------------- the queue, with the lock
+
+    def _update(self, piece: Piece) -> None:
+        """Note that less of a load is wanted, or that its next chunk is another one."""
+        if piece.next_item >= piece.wanted:
+            (self._early if piece.early else self._queue).pop(piece, None)
+            self._near.pop(piece, None)
+            for item in range(piece.next_item, len(piece.items)):
+                self._forget_want(piece, item)
+            return
+        if piece in self._queue:
+            if self._ring.holds([self._next_name(piece)])[0]:
+                self._near[piece] = None
+            else:
+                self._near.pop(piece, None)
+
+    def _forget_want(self, piece: Piece, item: int) -> None:
+        name = self._places.name(piece.items[item].chunk)
+        wanted = self._wanted.get(name, {})
+        if wanted.pop(piece, None) is not None and not wanted:
+            del self._wanted[name]
+
+    def _take(self) -> tuple[Reading, list[int]] | None:
+        """Return what a thread does next: a chunk, and the shards of it to read; None: nothing."""
+        while self._near:
+            near = next(iter(self._near))
+            slot = self._ring.find(self._next_name(near), self._memory.loads)
+            if slot is not None:
+                return self._begin(near, slot)
+            # It was evicted meanwhile.
+            del self._near[near]
+        if sum(not reading.is_near for reading in self._at.values()) >= self._most_far:
+            return None
+        early: Reading | None = None
+        for reading in list(self._begun):
+            if not reading.is_wanted:
+                self._end(reading)
+            elif not reading.is_early or (reading.slot is not None and reading.slot.is_spare):
+                return reading, self._take_shards(reading)
+            else:
+                early = early or reading
+        if self._queue:
+            piece = self._choose()
+            return None if piece is None else self._begin_next(piece)
+        if sum(reading.is_early for reading in self._at.values()) >= self._most_early:
+            return None
+        if early is not None:
+            return early, self._take_shards(early)
+        return self._begin_next(next(iter(self._early))) if self._early else None
+
+    def _choose(self) -> Piece | None:
+        """Return the load whose turn it is, see the module; None if that may read no more now."""
+        oldest = next(iter(self._queue))
+        if oldest.at_once:
+            return oldest if oldest.may_begin else None
+        self._oldest_next = not self._oldest_next
+        if not self._oldest_next:
+            return oldest
+        compared = [piece for piece in islice(self._queue, _COMPARED) if piece.may_begin]
+        return min(compared, key=lambda piece: (piece.wanted - piece.next_item).bit_length())
+
+    def _next_name(self, piece: Piece) -> tuple[bytes, str]:
+        return self._places.name(piece.items[piece.next_item].chunk)
+
+    def _begin_next(self, piece: Piece) -> tuple[Reading, list[int]]:
+        return self._begin(piece, self._ring.find(self._next_name(piece), self._memory.loads))
+
+    def _begin(self, piece: Piece, slot: Slot | None) -> tuple[Reading, list[int]]:
+        """Begin the next chunk of a load, in memory if a slot has it, for all who want it."""
+        chunk = piece.items[piece.next_item].chunk
+        name = self._places.name(chunk)
+        # A chunk that a load wants twice is wanted under one of both items.
+        wants = list({**self._wanted.pop(name, {}), piece: piece.next_item}.items())
+        reading = Reading(chunk, wants, [], 0, self._memory.loads, slot, is_near=slot is not None)
+        if slot is None:
+            self._reading[name] = reading
+            reading.unread = list(self._shards)
+            reading.unfinished = len(self._shards)
+            self._begun.append(reading)
+        for other, item in wants:
+            if other.started is None:
+                other.started = time.monotonic()
+            other.begin(item)
+            self._update(other)
+        return reading, self._take_shards(reading)
+
+    def _take_shards(self, reading: Reading) -> list[int]:
+        """Take shards of a chunk to read: all where the storage reads many in one call."""
+        count = 1
+        if not reading.is_near and self._shelf.backend.reads_whole:
+            count = len(reading.unread)
+            if not (self._queue or self._early) and self.chunk_bytes >= _SHARED_BYTES:
+                # Nothing is left for the other threads: they read the rest of this one.
+                count = -(-count // 2)
+        shards, reading.unread = reading.unread[:count], reading.unread[count:]
+        if reading.unread:
+            self._work.notify(len(reading.unread))
+        elif not reading.is_near:
+            self._begun.remove(reading)
+        return shards
+
+    def _end(self, reading: Reading) -> list[tuple[Piece, int]]:
+        """Let nothing more come of a chunk that is being read; return the loads that it was for."""
+        wants, reading.wants = reading.wants, []
+        if not reading.is_over:
+            reading.is_over = True
+            name = self._places.name(reading.chunk)
+            if self._reading.get(name) is reading:
+                del self._reading[name]
+            if reading.unread:
+                self._begun.remove(reading)
+                reading.unfinished -= len(reading.unread)
+                reading.unread = []
+            if reading.slot is not None and not reading.slot.is_sealed:
+                # The next one reads it into another slot.
+                self._ring.forget(reading.slot.name)
+            if not reading.unfinished:
+                self._give_back(reading)
+        return wants
+
+    def _give_back(self, reading: Reading) -> None:
+        """Give back what a chunk has of memory: no thread uses it any more."""
+        slot, reading.slot = reading.slot, None
+        if slot is not None:
+            self._ring.release(reading.share, [slot])
+        while reading.lent:
+            reading.lent.popitem()[1].release()
+
     # ------------------------------------------------------------- load threads
 
-    def _next_task(self) -> ReadTask | None:
-        """Take the next objects to read, waiting for them; None at the end."""
-        with self._lock:
-            while True:
-                most = self._most if self._shelf.backend.reads_whole else 1
-                task = self._reads.take(threading.get_ident(), most)
-                if task is not None and task.piece.started is None:
-                    task.piece.started = time.monotonic()
-                if task is not None or self._closing:
-                    return task
-                self._work.wait()
-
     def _run(self) -> None:
-        while not self._threads.replaced() and (task := self._next_task()) is not None:
-            objects = Objects(self._context)
-            try:
-                with trace_range("kvshelf load"):
-                    failure = self._fetch(task, objects)
-                left = self._leave(task, objects)
-                if left is None:
-                    objects = Objects(self._context)
-                    continue
-                taker: ReadTask | None = task
-                while taker is not None:
-                    ended = failure or self._scatter(taker, [(taker, objects), *left])
-                    self._end_left(left)
-                    left = []
-                    with self._lock:
-                        following = self._reads.next_sharer(threading.get_ident(), task)
-                    if following is None:
-                        # Before its load is finished: the memory that the load has used is free
-                        # from then on.
-                        objects.release()
-                    self._end_task(taker, ended)
-                    taker = following
-            finally:
-                objects.release()
+        thread = threading.get_ident()
+        while not self._threads.replaced():
+            with self._lock:
+                while (task := self._take()) is None and not self._closing:
+                    self._work.wait()
+                if task is None:
+                    return
+                reading, shards = task
+                self._at[thread] = reading
+            with trace_range("kvshelf load"):
+                failed = self._read(reading, shards) if shards else None
+            if self._note_read(thread, reading, len(shards), failed):
+                self._deliver(reading)
 
-    def _fetch(self, task: ReadTask, objects: Objects) -> Failure | None:
-        """Bring the objects of a task into memory; return why that failed, if it did.
-
-        `objects` has all of them afterwards, or none: after a failure, or if no staging became
-        free.
-        """
-        chunk = task.chunk
-        # A flag, not the lock: a thread that reads it too early scatters by itself.
-        task.reading = True
+    def _read(self, reading: Reading, shards: list[int]) -> FailedRead | None:
+        """Read objects of a chunk into its slot, and verify them; return what failed."""
+        chunk = reading.chunk
+        shard = shards[0]
         try:
-            if task.item % self._announced == 0 and self._shards[0] in task.shards:
-                self._announce(task.piece, task.item + self._announced)
-            fetched = self._shelf.fetch(chunk, task.shards, partial(self._staging_for, task))
+            if shard == self._shards[0]:
+                self._announce_next(reading)
+            if self._shelf.pins:
+                for shard in shards:
+                    pinned = self._shelf.pin(ObjectRef(chunk, shard))
+                    if pinned is not None:
+                        reading.lent[shard] = pinned
+                shards = [shard for shard in shards if shard not in reading.lent]
+                if not shards:
+                    return None
+                shard = shards[0]
+            slot = self._slot_for(reading)
+            if slot is None:
+                return None
+            views = [self._places.view(slot, chunk, shard) for shard in shards]
+            return self._shelf.load_all(chunk, shards, views)
         except Exception as error:  # noqa: BLE001 - the thread must go on
-            return self._load_failed(task, task.shards[0], _failure_of(error), error)
-        if fetched is None:
-            # No load waits any more for the objects of a thread that was stuck.
-            return Failure.ERROR if task.late else None
-        if isinstance(fetched, FailedRead):
-            return self._load_failed(task, fetched.shard, _failure_of(fetched.error), fetched.error)
-        objects.take(chunk, fetched)
+            return FailedRead(shard, error)
+
+    def _announce_next(self, reading: Reading) -> None:
+        """Announce further chunks of a load, once in a while."""
+        for piece, item in reading.wants[:1]:
+            if item % self._announced == 0:
+                self._announce(piece, item + self._announced)
+
+    def _slot_for(self, reading: Reading) -> Slot | None:
+        """Return the slot of a chunk, taken for its first object; None if the chunk is over."""
+        lacking: list[tuple[Piece, int]] = []
+        with self._lock:
+            if reading.slot is None and not reading.is_over:
+                if reading.is_early:
+                    reading.share = self._context.shares.ahead
+                slot = self._places.claim(reading.chunk, reading.share)
+                if slot is not None and slot.is_sealed:
+                    # It has come into memory meanwhile. A sealed slot is never read into.
+                    self._ring.release(reading.share, [slot])
+                    slot = self._places.claim(reading.chunk, reading.share, is_named=False)
+                reading.slot = slot
+                if slot is None:
+                    # With the same lock: who comes later may have memory that early loads have not.
+                    lacking = self._end(reading)
+            slot = reading.slot
+        self._fail_all(reading.chunk, lacking, FailedRead(self._shards[0], _NoRoomError("none")))
+        return slot
+
+    def _note_read(
+        self, thread: int, reading: Reading, count: int, failed: FailedRead | None
+    ) -> bool:
+        """Note that objects of a chunk were read; return whether the thread delivers the chunk."""
+        with self._lock:
+            self._at.pop(thread, None)
+            reading.unfinished -= count
+            if reading.is_over:
+                if not reading.unfinished:
+                    self._give_back(reading)
+                return False
+            if failed is None:
+                return not reading.unfinished
+            wants = self._end(reading)
+        self._fail_all(reading.chunk, wants, failed)
+        return False
+
+    def _fail_all(
+        self, chunk: Chunk, wants: Sequence[tuple[Piece, int]], failed: FailedRead
+    ) -> None:
+        """Fail the loads that a chunk was for. Without the lock, since it logs."""
+        if wants:
+            failure = self._note_failure(chunk, failed, [piece for piece, _ in wants])
+            with self._lock:
+                for piece, item in wants:
+                    if piece.wants(item):
+                        self._fail(piece, item, failure)
+
+    def _deliver(self, reading: Reading) -> None:
+        """Copy a chunk to where the loads want it, give its memory back, and note that it came."""
+        slot, chunk = reading.slot, reading.chunk
+        with self._lock:
+            name = self._places.name(chunk)
+            if self._reading.get(name) is reading:
+                del self._reading[name]
+            wants, reading.wants = reading.wants, []
+        if slot is not None and not reading.lent and not reading.is_near:
+            early = any(piece.early for piece, _ in wants)
+            self._ring.seal(slot, stays=self._memory.keeps or early)
+            if self._memory.keeps or early:
+                self._memory.report()
+        is_fresh = not reading.is_near
+        while wants:
+            piece, item = wants.pop(0)
+            failure = None
+            if piece.early:
+                failure = self._keep(reading, piece, item, is_fresh=is_fresh)
+                is_fresh = False
+            elif piece.wants(item):
+                failure = self._scatter(reading, piece, item)
+            with self._lock:
+                if not wants:
+                    self._give_back(reading)
+                if piece.finished:
+                    continue
+                if failure is not None:
+                    self._fail(piece, item, failure)
+                    continue
+                # Also where it is wanted no more: the load may have waited for the copy.
+                if item < piece.wanted:
+                    piece.arrive(item)
+                self._settle(piece)
+
+    def _keep(self, reading: Reading, piece: Piece, item: int, *, is_fresh: bool) -> Failure | None:
+        """Keep a chunk in memory for an early load; `is_fresh` if it was read for this one."""
+        slot = reading.slot
+        if piece.keeps:
+            with self._lock:
+                if not piece.wants(item):
+                    return None
+                if slot is None or not self._ring.pin(slot, self._context.shares.ahead):
+                    return Failure.UNAVAILABLE
+                piece.kept[item] = slot
+                if is_fresh:
+                    piece.fresh.add(item)
+        if is_fresh and slot is not None:
+            self._counters.add("prefetched_objects", slot.objects)
+            self._counters.add("prefetched_bytes", self._bytes_of(reading.chunk))
         return None
 
-    def _staging_for(self, task: ReadTask, count: int) -> list[StagingBuffer] | None:
-        """Take buffers; wait for them until the last deadline of the loads that need them."""
-        if task.late:
-            return None
-        # A wait must not keep what others left to this thread.
-        self._deliver_left(task)
-        # When memory is short, an early load is not worth a wait.
-        deadline = 0.0 if task.piece.early else task.piece.deadline
-        while True:
-            buffers = self._staging.acquire_for_load(count, deadline - time.monotonic())
-            if buffers is not None:
-                task.reading = True
-                return buffers
-            with self._lock:
-                waiting = [
-                    share.piece.deadline
-                    for share in task.sharers
-                    if share.wanted and not share.piece.early
-                ]
-                deadline = max(waiting, default=0.0)
-                if deadline <= time.monotonic() or self._closing:
-                    # Under this lock, so that no load joins a read that has failed.
-                    self._reads.share_no_more(task)
-                    return None
-
-    def _leave(self, task: ReadTask, objects: Objects) -> list[Arrived] | None:
-        """Leave objects to a thread that still reads others of their chunk, if there is one.
-
-        Otherwise return what was left to this thread, which delivers all.
-        """
-        memory = task.piece.items[task.item].memory or self._context.cache
-        if memory is None or not memory.whole_chunks:
-            return []
+    def _scatter(self, reading: Reading, piece: Piece, item: int) -> Failure | None:
+        """Copy a chunk into the paged cache for one load; return why that failed."""
         with self._lock:
-            if objects.payloads and self._reads.leave(threading.get_ident(), task, objects):
+            if not piece.wants(item):
                 return None
-            return self._reads.take_left(task)
-
-    def _deliver_left(self, task: ReadTask) -> None:
-        """Scatter what was left to this thread, without its own objects."""
-        with self._lock:
-            left = self._reads.take_left(task)
-        if left:
-            self._end_left(left, self._scatter(left[0][0], left))
-
-    def _end_left(self, left: Sequence[Arrived], failure: Failure | None = None) -> None:
-        """End what was left to this thread: why it failed counts once."""
-        for _, objects in left:
-            objects.release()
-        for other, _ in left:
-            self._end_task(other, failure)
-            failure = None
-
-    def _scatter(self, first: ReadTask, arrived: Sequence[Arrived]) -> Failure | None:
-        """Scatter objects of one item; return why that failed, and none of them arrived."""
-        piece = first.piece
-        if not arrived[0][1].payloads:
-            if piece.early:
-                return Failure.UNAVAILABLE
-            error = TimeoutError("no staging buffer became free")
-            return self._load_failed(first, first.shards[0], Failure.ERROR, error)
-        with self._lock:
-            if not all(task.wanted for task, _ in arrived):
-                return None
-            # From here on the load waits for the scatter to end.
+            # From here on the load waits for the copy to end.
             piece.scattering += 1
-        item = piece.items[first.item]
-        payloads = {
-            shard: objects.payloads[shard] for task, objects in arrived for shard in task.shards
-        }
+        slots, chunk = piece.items[item], reading.chunk
         begin = time.perf_counter()
         try:
-            memory = self._context.memory(item)
-            fence = piece.fence if item.memory is None else item.fence
-            if len(payloads) == len(self._shards) > 1:
-                in_order = [payloads[shard] for shard in self._shards]
-                memory.scatter_chunk(self._shards, item.slots, in_order, fence)
+            memory = self._context.kv_memory(slots)
+            fence = piece.fence if slots.memory is None else slots.fence
+            payloads = [self._payload(reading, shard) for shard in self._shards]
+            if len(payloads) == 1:
+                memory.scatter(self._shards[0], slots.slots, payloads[0], fence)
             else:
-                for shard, payload in payloads.items():
-                    memory.scatter(shard, item.slots, payload, fence)
+                memory.scatter_chunk(self._shards, slots.slots, payloads, fence)
             # Memory of other owners may have been taken back meanwhile.
-            if not all(objects.valid() for _, objects in arrived):
+            if not all(pinned.valid() for pinned in reading.lent.values()):
                 raise TransientStorageError(
                     "the memory that lent it was taken back while it was read; where this recurs,"
                     " loads take longer than loans last"
                 )
-            for task, _ in arrived:
-                task.arrived = True
         except Exception as error:  # noqa: BLE001 - the thread must go on
-            return self._load_failed(first, first.shards[0], Failure.ERROR, error)
+            failed = FailedRead(self._shards[0], error)
+            return self._note_failure(chunk, failed, [piece], Failure.ERROR)
         finally:
             with self._lock:
                 piece.scattering -= 1
-        if not piece.early:
-            self._counters.observe("scatter", time.perf_counter() - begin)
-            nbytes = sum(self._shelf.size(item.chunk, shard) for shard in payloads)
-            self._context.count("loaded_bytes", nbytes)
+        self._counters.observe("scatter", time.perf_counter() - begin)
+        self._context.count("loaded_bytes", self._bytes_of(chunk))
+        if reading.slot is not None:
+            reading.slot.was_loaded = True
+            if reading.is_near:
+                self._counters.add("memory_tier_loaded_objects", reading.slot.objects)
+                self._counters.add("memory_tier_loaded_bytes", self._bytes_of(chunk))
         return None
 
-    def _load_failed(
-        self, task: ReadTask, shard: int, failure: Failure, error: Exception
+    def _payload(self, reading: Reading, shard: int) -> torch.Tensor:
+        pinned = reading.lent.get(shard)
+        if pinned is not None:
+            return bytes_at(pinned.view)[self._fmt.data_offset :]
+        assert reading.slot is not None
+        return self._places.payload(reading.slot, reading.chunk, shard)
+
+    def _bytes_of(self, chunk: Chunk) -> int:
+        return sum(self._shelf.size(chunk, shard) for shard in self._shards)
+
+    def _note_failure(
+        self,
+        chunk: Chunk,
+        failed: FailedRead,
+        pieces: Sequence[Piece],
+        failure: Failure | None = None,
     ) -> Failure:
-        if task.late or failure is Failure.UNAVAILABLE:
-            # It was counted when it was given up, or the storage was not called.
+        """Count and log that a chunk could not be had for loads; return why."""
+        early = all(piece.early for piece in pieces)
+        if failure is None:
+            failure = _failure_of(failed.error)
+        if early and isinstance(failed.error, _NoRoomError):
+            failure = Failure.UNAVAILABLE
+        if failure is Failure.UNAVAILABLE:
+            # The storage was not called.
             return failure
-        name = object_name(task.chunk, shard, self._fmt.shards, self._fmt.kind)
+        name = object_name(chunk, failed.shard, self._fmt.shards, self._fmt.kind)
         self._counters.add(f"load_failures_{failure.value}")
-        early = all(share.piece.early for share in [task, *task.sharers])
         self._log.warning(
             "object %s was not %s: %s",
             name,
             "prefetched" if early else "loaded, its tokens are computed instead",
-            error,
+            failed.error,
             about=("early" if early else "load", name),
         )
         return failure
-
-    def _end_task(self, task: ReadTask, failure: Failure | None) -> None:
-        piece = task.piece
-        with self._lock:
-            if piece.finished:
-                return
-            if failure is None:
-                if task.arrived:
-                    piece.arrive(task.item, len(task.shards), len(self._shards))
-            elif not task.late:
-                self._fail(piece, task.item, failure)
-                return
-            # Also for a late task, which was given up: its load may have waited for its scatter.
-            self._settle(piece)
 
     # ------------------------------------------------------------- failures
 
@@ -409,27 +681,25 @@ class Loads(TransferHalf):
             )
 
     def _give_up_thread(self, thread: int) -> None:
-        """Give up the objects that a stuck thread reads."""
+        """Give up the chunk that a stuck thread reads."""
         with self._lock:
-            stuck = self._reads.end(thread)
-            if stuck is None:
-                return
-            for _, objects in self._reads.take_left(stuck):
-                # Objects that were left to it are useless without its own.
-                objects.release()
-            for task in (stuck, *stuck.sharers):
-                task.late = True
-                if task.wanted:
-                    self._give_up(task.piece, task.item)
+            reading = self._at.pop(thread, None)
+            for piece, item in [] if reading is None else self._end(reading):
+                if piece.wants(item):
+                    self._give_up(piece, item)
+            # Where no thread takes the place of the stuck one, another one goes on.
+            self._work.notify()
 
     def _give_up_all(self) -> None:
-        """Give up all loads: the circuit breaker is open, and no tier is in front of the shelf."""
-        if self._shelf.available and self._threads.any:
-            # Objects that no tier has fail at once.
-            return
+        """Give up loads: the circuit breaker is open, and no tier is in front of the shelf."""
         with self._lock:
             for piece in self._lacking():
-                self._refuse(piece)
+                if not (self._threads.any and self._may_come(piece)):
+                    self._refuse(piece)
+
+    def _may_come(self, piece: Piece) -> bool:
+        """Whether more of a load may come: from the storage, a tier or memory."""
+        return self._shelf.available or piece in self._near
 
     def _refuse(self, piece: Piece) -> None:
         """Fail the rest of a load without a call to the storage. Holds the lock."""
@@ -448,7 +718,7 @@ class Loads(TransferHalf):
     def _settle(self, piece: Piece) -> None:
         """Complete a load if no further object of it is wanted. Holds the lock."""
         # Chunks after a failed one are useless to this request.
-        self._reads.update(piece)
+        self._update(piece)
         if piece.at_once:
             # Threads wait for its next chunks, or for its end.
             self._work.notify_all()

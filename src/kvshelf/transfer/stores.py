@@ -2,7 +2,7 @@
 
 Owns the queue of stores and the threads that publish.
 
-A store: the step thread gathers the shards of a chunk into staging buffers
+A store: the step thread gathers the shards of a chunk into a slot of host memory
 (:meth:`Stores.store`); on a device it only begins to. A store thread waits for the copy,
 probes the shelf for the objects, hashes those that are missing and publishes them. On a storage of
 high latency it does not probe: a lookup has just seen the chunk missing, and the write tells. Once
@@ -11,23 +11,27 @@ a write has found an object, stores probe for a minute.
 The rules are those of the write (:class:`~kvshelf.backends.guard.GuardedBackend`): it creates an
 object at most once, and none beyond the bound of the shelf, and waits some seconds for a visit that
 makes room. What is asked before only saves work:
-the probe hashes and writes of what exists; the bound, before a chunk is gathered, staging for what
+the probe hashes and writes of what exists; the bound, before a chunk is gathered, memory for what
 cannot be stored, and, before its first object is written, objects without the rest of their chunk.
 
-Dropped chunks: staging bounds the memory, and since the engine's step must not wait, a store
-without free staging is dropped, unless its caller offers it again. What was dropped or published is
-remembered (:mod:`kvshelf.transfer.known_chunks`), and decides about the chunks behind it.
+In memory: a slot whose objects were all written is sealed, and loads find it. A chunk that is in
+memory already is stored from there; nothing is gathered.
+
+Dropped chunks: stores have a share of the memory, and since the engine's step must not wait, a
+store for which it has no room is dropped, unless its caller offers it again. What was dropped or
+published is remembered (:mod:`kvshelf.transfer.known_chunks`), and decides about the chunks behind
+it.
 
 Promised stores: another engine waits for these chunks. They are published before all others, and
-where staging is used up they take it from queued stores that are not promised, from the last one
-on. A store that is running, or whose copy from a device has not ended, keeps its staging.
+where memory is used up they take it from queued stores that are not promised, from the last one
+on. A store that is running, or whose copy from a device has not ended, keeps its slot.
 
 Contracts
 ---------
 * :meth:`Stores.store` is called on the step thread and never calls the storage. Any other
   thread may call it too.
 * The threads are daemon threads. A stuck thread is replaced (:mod:`kvshelf.shelf.threads`);
-  its staging buffers stay with it.
+  its slot stays with it.
 * Of a paged cache only the slots given are read, inside :meth:`Stores.store`, or on a device
   in the order of the engine's own work.
 * While the circuit breaker of writes is open, stores are dropped.
@@ -57,11 +61,11 @@ from kvshelf.errors import (
 from kvshelf.format.keys import Chunk
 from kvshelf.format.names import object_name
 from kvshelf.kv.caches import DONE, PendingCopy
+from kvshelf.memory.ring import Slot
 from kvshelf.shelf.view import ObjectRef, Presence
 from kvshelf.traces import trace_range
 from kvshelf.transfer.context import ChunkSlots, TransferContext, TransferHalf
 from kvshelf.transfer.known_chunks import KnownChunks
-from kvshelf.transfer.staging import StagingBuffer
 
 #: Seconds for which stores probe after a write found an object there.
 _PROBES_SECONDS: Final = 60.0
@@ -73,7 +77,7 @@ class StoreOutcome(Enum):
     QUEUED = "queued"
     #: In flight already, published here, or another worker's to write.
     KNOWN = "known"
-    #: Dropped: staging or the device's buffers are used up.
+    #: Dropped: the memory of stores or the device's buffers are used up.
     STAGING_FULL = "staging full"
     #: Dropped: the chunk before it was dropped.
     PARENT_DROPPED = "parent dropped"
@@ -108,7 +112,7 @@ OnStored = Callable[[Chunk, StoreResult], None]
 @dataclass(eq=False, slots=True)
 class _StoreJob:
     chunk: Chunk
-    buffers: list[StagingBuffer]
+    slot: Slot
     repair: bool
     #: When the chunk was last seen missing.
     seen: float
@@ -174,10 +178,10 @@ class Stores(TransferHalf):
             here later than that is not gathered again, and one whose parent was dropped
             later than that is dropped.
         wait : float
-            Seconds to wait for staging when it is used up.
+            Seconds to wait for memory when it is used up.
         promised : bool
             Another engine waits for the chunk: publish it before chunks that are not promised, and
-            drop queued ones of these if staging is used up. A store of the same chunk that is
+            drop queued ones of these if memory is used up. A store of the same chunk that is
             in flight becomes promised.
         postponable : bool
             Where there is no memory now, the caller offers the chunk again: nothing is counted or
@@ -214,22 +218,23 @@ class Stores(TransferHalf):
         if self.known.follows_dropped(item.chunk, seen):
             self._context.count("dropped_chunks_parent_dropped")
             return StoreOutcome.PARENT_DROPPED
-        if not self._shelf.backend.allows(len(shards) * self._staging.buffer_bytes):
+        if not self._shelf.backend.allows(self._places.slot_bytes):
             return self._drop(item.chunk, StoreOutcome.NO_ROOM)
-        memory = self._context.memory(item)
-        buffers = self._staging.acquire_for_store(len(shards), wait)
-        if buffers is None and promised:
-            buffers = self._take_staging(len(shards))
-        if buffers is None:
+        memory, share = self._context.kv_memory(item), self._context.shares.stores
+        until = time.monotonic() + wait if wait > 0 else 0.0
+        # Without a name it is never found: of no use where nothing stays in memory.
+        named = self._memory.keeps
+        slot = self._places.claim(item.chunk, share, deadline=until, is_named=named)
+        if slot is None and promised and self._make_room(item.chunk):
+            slot = self._places.claim(item.chunk, share, is_named=named)
+        if slot is None:
             return self._drop(item.chunk, StoreOutcome.STAGING_FULL, postponable)
         begin = time.perf_counter()
-        pending = None
+        pending: PendingCopy | None = DONE if slot.is_sealed else None
         try:
-            payloads = [
-                self._context.payload(buffer, item.chunk, shard)
-                for shard, buffer in zip(shards, buffers, strict=True)
-            ]
-            pending = memory.gather(item.slots, payloads)
+            if not slot.is_sealed:
+                payloads = [self._places.payload(slot, item.chunk, shard) for shard in shards]
+                pending = memory.gather(item.slots, payloads)
         except DeviceUnavailableError:
             return self._drop(item.chunk, StoreOutcome.UNAVAILABLE)
         except BaseException:
@@ -237,11 +242,11 @@ class Stores(TransferHalf):
             raise
         finally:
             if pending is None:
-                self._staging.release(*buffers)
+                self._memory.ring.release(share, [slot])
         if pending is None:
             return self._drop(item.chunk, StoreOutcome.STAGING_FULL, postponable)
         self._counters.observe("gather", time.perf_counter() - begin)
-        job = _StoreJob(item.chunk, buffers, repair, seen, on_done, promised, pending)
+        job = _StoreJob(item.chunk, slot, repair, seen, on_done, promised, pending)
         with self._lock:
             if not self._closing and self._threads.any:
                 self.known.note_queued(key)
@@ -260,29 +265,28 @@ class Stores(TransferHalf):
                 self._queue.remove(job)
                 self._promised.append(job)
 
-    def _take_staging(self, count: int) -> list[StagingBuffer] | None:
-        """Drop queued stores that are not promised; return their staging, None if too little."""
+    def _make_room(self, chunk: Chunk) -> bool:
+        """Drop queued stores that are not promised for a promised one; False if too few."""
         victims: list[_StoreJob] = []
-        found = 0
+        room, needed = 0, self._places.slot_bytes_of(chunk)
         with self._lock:
             # The last ones: children of the others would be useless without their parents.
             for job in reversed(self._queue):
-                if found >= count:
+                if room >= needed:
                     break
                 if job.pending.ended:
                     victims.append(job)
-                    found += len(job.buffers)
-            if found < count:
-                return None
+                    room += job.slot.nbytes
+            if room < needed:
+                return False
             for job in victims:
                 self._queue.remove(job)
                 self._forget(job)
-        taken = [buffer for job in victims for buffer in job.buffers]
         for job in victims:
+            self._release(job)
             self._drop(job.chunk, StoreOutcome.STAGING_FULL)
             self._report(job, StoreResult.FAILED)
-        self._staging.release(*taken[count:])
-        return taken[:count]
+        return True
 
     def _drop(self, chunk: Chunk, outcome: StoreOutcome, postponable: bool = False) -> StoreOutcome:
         """Count and remember a chunk that is not stored, unless it is offered again."""
@@ -317,7 +321,7 @@ class Stores(TransferHalf):
                 if isinstance(error, BoundReachedError):
                     result = StoreResult.DROPPED
             finally:
-                self._staging.release(*job.buffers)
+                self._memory.ring.release(self._context.shares.stores, [job.slot])
                 self._end(threading.get_ident(), job, result)
 
     def _next_job(self) -> _StoreJob | None:
@@ -333,30 +337,30 @@ class Stores(TransferHalf):
 
     def _publish(self, job: _StoreJob) -> StoreResult:
         fmt, shelf, chunk = self._fmt, self._shelf, job.chunk
-        written = 0
-        repaired = 0
+        written = objects = repaired = 0
         refs = [ObjectRef(chunk, shard) for shard in self._plan.writes(chunk.index)]
         answers = [Presence.MISSING] * len(refs)
         is_far = shelf.backend.properties.high_latency
         if job.repair or not is_far or time.monotonic() < self._probes_until:
             answers = shelf.probe(refs)
         found = [
-            (ref, answer, buffer, fmt.object_size(ref.shard, chunk.tokens))
-            for ref, answer, buffer in zip(refs, answers, job.buffers, strict=True)
+            (ref, answer, self._places.view(job.slot, chunk, ref.shard))
+            for ref, answer in zip(refs, answers, strict=True)
             if answer is not Presence.PRESENT or job.repair
         ]
-        if found and not shelf.backend.allows(sum(size for *_, size in found)):
+        if found and not shelf.backend.allows(sum(map(len, (buffer for *_, buffer in found)))):
             # Some of the objects alone would be useless.
             raise BoundReachedError(errno.ENOSPC, "not stored: a bound of the shelf is reached")
-        for ref, answer, buffer, size in found:
-            object_buffer = buffer.view[:size]
-            fmt.seal(object_buffer, *ref)
+        for ref, answer, buffer in found:
+            if not job.slot.is_sealed:
+                fmt.seal(buffer, *ref)
             suspect = answer is not Presence.MISSING
-            result = shelf.publish(ref, object_buffer, suspect=suspect)
+            result = shelf.publish(ref, buffer, suspect=suspect)
             if result is WriteResult.EXISTED:
                 self._probes_until = time.monotonic() + _PROBES_SECONDS
                 continue
-            written += size
+            written += len(buffer)
+            objects += 1
             if suspect or result is WriteResult.REPLACED:
                 repaired += 1
                 name = object_name(*ref, fmt.shards, fmt.kind)
@@ -367,6 +371,9 @@ class Stores(TransferHalf):
                     answer.value if suspect else Presence.WRONG_SIZE.value,
                     about=("load", name),
                 )
+        if objects == len(refs) and self._memory.keeps and not job.slot.is_sealed:
+            self._memory.ring.seal(job.slot, stays=True)
+            self._memory.report()
         if written:
             self._context.count("stored_chunks")
             self._context.count("stored_bytes", written)
@@ -428,13 +435,15 @@ class Stores(TransferHalf):
     # ------------------------------------------------------------- the end
 
     def _give_up_thread(self, thread: int) -> None:
-        """End the job of a stuck thread, which keeps its staging buffers."""
+        """End the job of a stuck thread, which keeps its slot."""
         with self._lock:
             job = self._running.pop(thread, None)
             if job is None or job.ended:
                 return
             self.known.note_dropped(job.chunk.key)
             self._forget(job)
+            if not job.slot.is_sealed and job.slot.name is not None:
+                self._memory.ring.forget(job.slot.name)
         self._context.count("dropped_chunks_error")
         self._report(job, StoreResult.FAILED)
 
@@ -462,7 +471,7 @@ class Stores(TransferHalf):
         # A device that is still copying into a buffer would write into memory of another owner.
         with contextlib.suppress(RuntimeError):
             job.pending.wait()
-        self._staging.release(*job.buffers)
+        self._memory.ring.release(self._context.shares.stores, [job.slot])
 
     def drain(self, seconds: float) -> int:
         """Wait until all stores are published; return how many were not in time."""

@@ -70,8 +70,7 @@ class Transfers:
     Raises
     ------
     RuntimeError
-        If the system allows no thread that loads, or none that stores. The caches and the staging
-        stay open.
+        If the system allows no thread that loads, or none that stores. The caches stay open.
     """
 
     def __init__(self, contexts: Iterable[TransferContext]) -> None:
@@ -246,8 +245,8 @@ class Transfers:
     def end(self) -> None:
         """End the threads, and drop what is queued.
 
-        The caches and the staging stay open, for other transfers of the same engine. Nothing may
-        be loaded or stored any more.
+        The caches stay open, for other transfers of the same engine. Nothing may be loaded or
+        stored any more.
         """
         for half in (*self.loads.values(), *self.stores.values()):
             half.close()
@@ -268,8 +267,6 @@ class Transfers:
         halves: list[TransferHalf] = [*self.loads.values(), *self.stores.values()]
         for half in halves:
             half.close()
-        for context in self._contexts.values():
-            context.staging.close()
         _join(halves, _JOIN_SECONDS)
         for context in self._contexts.values():
             if context.cache is not None:

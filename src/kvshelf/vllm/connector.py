@@ -43,7 +43,7 @@ from vllm.v1.kv_cache_interface import iter_layer_specs
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvshelf.assembly import Role, assemble
-from kvshelf.config import LEAST_STAGING, Config
+from kvshelf.config import DEFAULT_MEMORY, Config
 from kvshelf.errors import ConfigError, UnsupportedError
 from kvshelf.format.namespace import Namespace
 from kvshelf.logs import RateLimitedLog, prefixed
@@ -78,7 +78,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: Most bytes of staging that lie where a node server reads them; more staging lies elsewhere.
+#: Memory for chunks lies where a node server reads it, if it has no more bytes than this.
 _MOST_IN_REGIONS: Final = 16 << 30
 
 _P = ParamSpec("_P")
@@ -328,7 +328,7 @@ class KVShelfConnector(KVConnectorBase_V1, SupportsHMA):
 
     @_contained(_nothing)
     def wait_for_save(self) -> None:
-        """Gather what this step completed into staging, and is not gathered yet."""
+        """Gather what this step completed into memory, and is not gathered yet."""
         self._as_worker().stores.save()
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
@@ -520,9 +520,9 @@ def _current_gpu() -> torch.device | None:
 
 
 def _segment(config: Config) -> Segment | None:
-    """Return the memory in which a worker's page-locked staging lies, for its node server to read.
+    """Return where a worker's page-locked memory for chunks lies, for its node server to read.
 
-    Ordinary staging lies elsewhere: the first use of shared memory, which has no huge pages, takes
+    Ordinary memory lies elsewhere: the first use of shared memory, which has no huge pages, takes
     longer than the copy that would be saved.
     """
     if config.server is None or config.read_only:
@@ -530,7 +530,7 @@ def _segment(config: Config) -> Segment | None:
     from kvshelf.server.segment import Segment
 
     try:
-        return Segment(LEAST_STAGING, regions=_MOST_IN_REGIONS)
+        return Segment(DEFAULT_MEMORY, regions=_MOST_IN_REGIONS)
     except (ConfigError, UnsupportedError):
         # The shelf cannot be opened then, which is logged.
         return None
@@ -555,7 +555,7 @@ def _open_served(
 
     return open_served(
         server,
-        segment_bytes=LEAST_STAGING,
+        segment_bytes=DEFAULT_MEMORY,
         segment=segment,
         read_only=config.read_only,
         in_place=in_place,

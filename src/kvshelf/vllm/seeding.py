@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Final
 
-from kvshelf.config import LEAST_STAGING, Config
+from kvshelf.config import DEFAULT_MEMORY, Config
 from kvshelf.errors import ConfigError, UnsupportedError
 from kvshelf.format.namespace import Namespace
 from kvshelf.format.objects import ObjectFormat
@@ -232,11 +232,11 @@ class OfflineEngine:
             time.sleep(_IDENTITY_PAUSE)
 
     def batch_chunks(self, fmt: ObjectFormat) -> int:
-        """Return how many chunks, with all kinds, fit into half of the staging of all ranks."""
+        """Return how many chunks, with all kinds, fit into the stores' half of the memory."""
         ranks = int(self._llm.llm_engine.vllm_config.parallel_config.world_size)
         kinds = [fmt.of(kind) for kind in fmt.kinds]
         chunk = sum(each.object_size(shard) for each in kinds for shard in range(each.shards))
-        return max(1, LEAST_STAGING * ranks // 2 // chunk)
+        return max(1, DEFAULT_MEMORY * ranks // 2 // chunk)
 
     def render(self, prompts: Sequence[Prompt]) -> list[TokenPrompt]:
         """Convert prompts to token ids, as vLLM's server does.

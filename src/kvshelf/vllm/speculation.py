@@ -28,10 +28,6 @@ WITHOUT_DRAFTS = (
     " prefix: %s"
 )
 
-#: A drafter has at least one part in so many of the least staging: its KV is small beside the
-#: model's.
-DRAFTER_SHARE = 4
-
 #: Methods whose drafts have no KV of their own.
 METHODS_WITHOUT_KV = frozenset(
     {"ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator", "custom_class"}

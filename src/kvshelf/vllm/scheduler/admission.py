@@ -96,7 +96,7 @@ class InMemory:
     """Which chunks lie in the memory of this machine, as far as one engine can know.
 
     What the engine stored and loaded last, each kind of a chunk by its kind key, as long as the
-    memory that keeps it: the memory tiers of its workers, or that of a node server. What other
+    memory that keeps it: that of its workers, or that of a node server. What other
     engines have a node server keep or evict, and what lay there before, it does not know.
     """
 

@@ -308,7 +308,7 @@ class SchedulerSide:
             self.opening.open(shelf, fmt)
             self.handovers.reopen()
             probe_cost = shelf.backend.properties.probe_cost
-            if self.engine.config.prefetch_budget(probe_cost) > 0:
+            if self.engine.config.reads_ahead(probe_cost):
                 self._read_ahead.enable(self.opening.engine_chunks())
         self._periods.settle(changed=changed)
         self.opening.handshake.settle(fmt.namespace)

@@ -71,7 +71,7 @@ class Drafter:
     """
 
     def __init__(self, engine: WorkerEngine, model: Part, counters: Counters) -> None:
-        self.registration = Registration(engine)
+        self.registration = Registration(engine, counters, model.registration)
         self._engine, self._model = engine, model
         self._counters = _DraftCounters(counters)
         self._log = RateLimitedLog(logger)

@@ -10,7 +10,7 @@ import torch
 
 from kvshelf.config import Config
 from kvshelf.kv.streams import Streams
-from kvshelf.transfer.staging import Regions
+from kvshelf.memory.chunk_memory import Regions
 from kvshelf.vllm.namespace import context_ranks, manager_block_size
 
 
@@ -30,7 +30,7 @@ class WorkerEngine:
     streams : Callable[[torch.device], Streams or None]
         Returns the streams to use on a device; its own where the answer is None.
     regions : Callable, optional
-        Takes memory for staging, see :class:`~kvshelf.transfer.staging.StagingPool`.
+        Takes memory for chunks, see :class:`~kvshelf.memory.chunk_memory.ChunkMemory`.
     of_drafter : bool
         The layers are those of the drafter, not of the model.
     """

@@ -179,14 +179,14 @@ class WorkerLoads:
     def read_ahead(self, ops: Iterable[PrefetchOp]) -> None:
         """Read chunks of requests that wait into memory."""
         for wanted in ops if self.weights.settled else ():
-            if wanted.kind in self.model.prefetchers:
-                self.model.prefetchers[wanted.kind].add(wanted.request_id, wanted.chunks)
+            if wanted.kind in self.model.ahead:
+                self.model.ahead[wanted.kind].add(wanted.request_id, wanted.chunks)
 
     def _end_read_ahead(self, request_id: str, *, loading: bool = False) -> None:
         """Stop reading ahead for a request. A load takes over what is being read for it."""
         try:
-            for prefetcher in self.model.prefetchers.values():
-                (prefetcher.cancel_reads if loading else prefetcher.release)(request_id)
+            for ahead in self.model.ahead.values():
+                (ahead.cancel_reads if loading else ahead.release)(request_id)
         except Exception as error:
             # vLLM waits for every load, so an error here must not lose one.
             logger.error("could not stop reading ahead for a request", exc_info=error)
@@ -213,8 +213,8 @@ class WorkerLoads:
     def stop(self) -> None:
         """Fail all loads, and read nothing ahead: the weights are not what they were."""
         self.invalidate()
-        for prefetcher in self.model.prefetchers.values():
-            prefetcher.release_all()
+        for ahead in self.model.ahead.values():
+            ahead.release_all()
 
     # ------------------------------------------------------------- end
 
@@ -319,10 +319,10 @@ class WorkerLoads:
 
     def note_reads(self) -> None:
         """Note the chunks that could not be read ahead."""
-        for kind, prefetcher in self.model.prefetchers.items():
+        for kind, ahead in self.model.ahead.items():
             self.facts.next.failures += [
                 (kind_key(chunk.key, kind), failure is Failure.BAD)
-                for chunk, failure in prefetcher.take_failures()
+                for chunk, failure in ahead.take_failures()
             ]
 
     def take_refused(self) -> bool:

@@ -2,15 +2,15 @@
 
 A :class:`Part` has registered caches and their way to a namespace
 (:mod:`kvshelf.vllm.worker.registration`), and owns what moves KV between them and the shelf: the
-transfers of all kinds, what is read ahead into the memory tier, and the promises of hand-overs.
-:mod:`kvshelf.assembly` owns the shelf and the tier. The KV of a drafter
+transfers of all kinds, what is read ahead into memory, and the promises of hand-overs.
+:mod:`kvshelf.assembly` owns the shelf. The KV of a drafter
 (:mod:`kvshelf.vllm.worker.drafter`) is one more kind of these transfers.
 
 Contracts
 ---------
 * All methods run on the worker's step thread and never touch storage.
-* One memory tier serves all kinds of KV and outlives changes of the weights: objects have the names
-  of their namespace. The shelf decides what is a hit.
+* One memory serves all kinds of KV and outlives changes of the weights: chunks of different
+  namespaces have different keys. The shelf decides what is a hit.
 """
 
 from __future__ import annotations
@@ -20,15 +20,11 @@ from collections.abc import Mapping
 
 from kvshelf.assembly import Assembly
 from kvshelf.format.kinds import FULL, Kind
-from kvshelf.format.objects import ObjectFormat
-from kvshelf.kv.topology import ShardPlan
 from kvshelf.metrics import Counters
-from kvshelf.shelf.view import ShelfView
-from kvshelf.tiers.tiered import AnyShelf, TieredView
+from kvshelf.tiers.tiered import AnyShelf
 from kvshelf.transfer.context import TransferContext
-from kvshelf.transfer.prefetch import KindMemory, Prefetcher
 from kvshelf.transfer.promises import Promises
-from kvshelf.transfer.shares import share_out
+from kvshelf.transfer.read_ahead import ReadAhead
 from kvshelf.transfer.transfers import Transfers
 from kvshelf.vllm.affinity import widen_cpu_affinity
 from kvshelf.vllm.metadata import Orders
@@ -56,21 +52,18 @@ class Part:
         What moves KV now, even where that may not go on: see :attr:`serving`.
     promises : Promises or None
         Those of the namespace that is open.
-    prefetchers : Mapping of Kind to Prefetcher
-        What reads ahead of requests that wait.
+    ahead : Mapping of Kind to ReadAhead
+        What is read ahead of requests that wait.
     """
 
     def __init__(self, engine: WorkerEngine, assembly: Assembly, counters: Counters) -> None:
-        self.registration = Registration(engine)
+        self.registration = Registration(engine, counters)
         self.transfers: Transfers | None = None
         self.promises: Promises | None = None
-        self.prefetchers: Mapping[Kind, Prefetcher] = {}
-        self._engine = engine
+        self.ahead: Mapping[Kind, ReadAhead] = {}
         self._config = engine.config
         self._assembly = assembly
         self._counters = counters
-        #: The memory tier as each kind uses it.
-        self._memories: dict[Kind, KindMemory] = {}
         #: When transfers of earlier weights end at the latest; 0 while there are none.
         self._ends_at = 0.0
 
@@ -104,23 +97,24 @@ class Part:
         if not registration.open(encoded, slug):
             return False
         memories = registration.memories
-        shares = self._shares(shelf, memories)
-        self._memories = {}
         try:
-            self.transfers = transfers = Transfers(
-                self._context(shelf, registration, kind, self._counters, shares.get(kind, 0))
-                for kind in memories
-            )
+            contexts = [
+                self._context(shelf, registration, kind, self._counters) for kind in memories
+            ]
+            self.transfers = transfers = Transfers(contexts)
         except RuntimeError:
-            self._stop_reading_ahead()
             registration.leave()
             raise
         before, self.promises = self.promises, self._promises_in(shelf, memories)
         if before is not None:
             before.close()
-        self.prefetchers = {
-            kind: Prefetcher(transfers.loads[kind], kept) for kind, kept in self._memories.items()
-        }
+        assert registration.host is not None
+        registration.host.grow()
+        if self._config.reads_ahead(shelf.backend.properties.probe_cost):
+            self.ahead = {
+                context.kind: ReadAhead(context, transfers.loads[context.kind])
+                for context in contexts
+            }
         return True
 
     def add_drafts(self, registration: Registration, counters: Counters) -> None:
@@ -141,61 +135,24 @@ class Part:
         registration: Registration,
         kind: Kind,
         counters: Counters,
-        ahead: int = 0,
     ) -> TransferContext:
-        """Return what moves a kind of KV; `ahead` bytes of memory are for waiting requests."""
+        """Return what moves a kind of KV."""
         memory = registration.memories[kind]
-        view: ShelfView = shelf.view(memory.fmt)
-        kept = self._memory_of(memory.fmt, memory.plan, ahead, counters)
-        if kept is not None:
-            view = TieredView(view, [kept])
+        view = shelf.view(memory.fmt)
         load_threads, store_threads = registration.io_threads(view.backend.properties)
         if memory.fmt.kind != memory.fmt.kinds[0]:
             # These have fewer objects, and all kinds share the processors.
             load_threads, store_threads = max(1, load_threads // 2), max(1, store_threads // 2)
-        context = TransferContext(
+        return TransferContext(
             view,
             memory.cache,
-            memory.staging,
+            memory.places.memory,
             counters,
             memory.plan,
             load_threads=load_threads,
             store_threads=store_threads,
             on_thread_start=widen_cpu_affinity,
             of_drafter=registration is not self.registration,
-        )
-        if kept is not None:
-            self._memories[context.kind] = kept
-        return context
-
-    def _shares(self, shelf: AnyShelf, memories: Memories) -> Mapping[Kind, int]:
-        """Take memory for what is read ahead; return the bytes that each kind may use of it."""
-        budget = self._config.prefetch_budget(shelf.backend.properties.probe_cost)
-        if not budget:
-            return {}
-        self._assembly.take_prefetch_memory(budget, in_place=not self.registration.on_device)
-        formats = [memory.fmt for memory in memories.values()]
-        plans = {kind: memory.plan for kind, memory in memories.items()}
-        return share_out(budget, formats, plans, chunks=0)
-
-    def _memory_of(
-        self, fmt: ObjectFormat, plan: ShardPlan, ahead: int, counters: Counters
-    ) -> KindMemory | None:
-        """Return the memory tier as one kind uses it.
-
-        Without a tier that is configured, only what is read ahead gets into it.
-        """
-        memory, configured = self._assembly.memory, self._config.memory_bytes > 0
-        if memory is None or not (configured or ahead):
-            return None
-        return KindMemory(
-            memory,
-            fmt,
-            counters,
-            shards=plan.shards,
-            share=ahead / memory.max_bytes,
-            keeps=configured,
-            in_place=self._assembly.memory_in_place,
         )
 
     def _promises_in(self, shelf: AnyShelf, memories: Memories) -> Promises:
@@ -221,18 +178,17 @@ class Part:
                 return False
             if left:
                 self._counters.add("dropped_chunks_weights_changed", left)
+            self._stop_reading_ahead()
             self.transfers.end()
             self.transfers, self._ends_at = None, 0.0
-            self._stop_reading_ahead()
             self.registration.leave()
         return True
 
     def _stop_reading_ahead(self) -> None:
-        """Keep nothing for waiting requests any more. The memory tier stays."""
-        self.prefetchers = {}
-        for memory in self._memories.values():
-            memory.close()
-        self._memories = {}
+        """Keep nothing for waiting requests any more."""
+        for ahead in self.ahead.values():
+            ahead.release_all()
+        self.ahead = {}
 
     def take_orders(self, orders: Orders) -> None:
         """Forget what is known of the shelf, if it is time for that."""
@@ -257,8 +213,8 @@ class Part:
         """Stop the threads, free the memory; return how many chunks were lost."""
         transfers, self.transfers = self.transfers, None
         promises, self.promises = self.promises, None
+        self._stop_reading_ahead()
         lost = 0 if transfers is None else transfers.close(drain_seconds)
         if promises is not None:
             promises.close(marker_seconds)
-        self._stop_reading_ahead()
         return lost

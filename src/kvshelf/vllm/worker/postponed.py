@@ -1,9 +1,9 @@
-"""Stores that found no staging, kept until staging is free.
+"""Stores that found no memory, kept until memory is free.
 
 Owns the stores of chunks of full attention, and of tails, that a worker could not gather in the
-step that completed them, because staging or the device's buffers were used up, and the requests
-that keep their blocks for them. The blocks of such a chunk hold its KV as long as its request has
-them.
+step that completed them, because the memory for stores or the device's buffers were used up, and
+the requests that keep their blocks for them. The blocks of such a chunk hold its KV as long as its
+request has them.
 
 Contracts
 ---------

@@ -1,8 +1,8 @@
 """The registration of a worker's KV caches: from ``register_kv_caches`` to a namespace.
 
 Owns the described caches, this worker's report to the scheduler, the thread that fingerprints the
-weights, the memory through which KV moves (a :class:`TransferMemory` for each kind), and whether
-the worker is disabled.
+weights, the memory through which KV moves, how it moves (a :class:`TransferMemory` for each kind),
+and whether the worker is disabled.
 
 States
 ------
@@ -35,9 +35,10 @@ Contracts
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -45,9 +46,9 @@ import torch
 from vllm.distributed.parallel_state import get_dcp_group, model_parallel_is_initialized
 
 from kvshelf.backends import Properties
-from kvshelf.config import LEAST_STAGING
+from kvshelf.config import DEFAULT_MEMORY
 from kvshelf.errors import ConfigError, UnsupportedError, size_text
-from kvshelf.format.kinds import STATE, Kind
+from kvshelf.format.kinds import DRAFT, STATE, Kind
 from kvshelf.format.namespace import Namespace
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.kv import ops
@@ -55,10 +56,13 @@ from kvshelf.kv.caches import HostKVCache, KVCache, layer_calls
 from kvshelf.kv.device import DEFAULT_RING, DeviceKVCache
 from kvshelf.kv.streams import Streams
 from kvshelf.kv.topology import ShardPlan, shard_plans
+from kvshelf.memory.chunk_memory import ChunkMemory, ChunkPlaces
+from kvshelf.memory.ring import rounded
+from kvshelf.metrics import Counters
 from kvshelf.pages import memory_limit
-from kvshelf.transfer.shares import bytes_for_steps, share_out
-from kvshelf.transfer.staging import StagingPool
+from kvshelf.transfer.context import STATE_SHARE
 from kvshelf.transfer.transfers import default_io_threads
+from kvshelf.vllm.affinity import widen_cpu_affinity
 from kvshelf.vllm.metadata import WorkerReport
 from kvshelf.vllm.namespace import (
     WeightsIdentity,
@@ -70,7 +74,6 @@ from kvshelf.vllm.namespace import (
     topologies_of,
 )
 from kvshelf.vllm.published import Published, attention_temperature
-from kvshelf.vllm.speculation import DRAFTER_SHARE
 from kvshelf.vllm.worker.engine import WorkerEngine
 from kvshelf.vllm.worker.precision import precision
 from kvshelf.vllm.worker.registered_caches import RegisteredCaches, describe_caches
@@ -80,9 +83,10 @@ logger = logging.getLogger(__name__)
 
 # Most threads that load beside a GPU, where cores are idle.
 _MOST_IDLE_CORES = 8
-# Steps whose chunks staging holds by default: one is gathered while another is being published.
-_STAGED_STEPS = 2
-# At most one part in this many of the memory that the process may use is for staging by default.
+# Steps whose chunks the memory holds by default. Stores have half of it: one step is gathered while
+# another is being published.
+_STEPS = 4
+# At most one part in this many of the memory that the process may use is taken by default.
 _MEMORY_SHARE = 16
 # Takes the place of the fingerprint while it is not known: sizes do not depend on it.
 _ANY_WEIGHTS = "sha256:" + "0" * 64
@@ -90,14 +94,15 @@ _ANY_WEIGHTS = "sha256:" + "0" * 64
 
 @dataclass(frozen=True, slots=True)
 class TransferMemory:
-    """The buffers through which KV of one kind of one namespace moves. Its owner closes it.
+    """How KV of one kind of one namespace moves. Its owner closes it.
 
     Attributes
     ----------
     fmt : ObjectFormat
     cache : KVCache
         The registered caches.
-    staging : StagingPool
+    places : ChunkPlaces
+        How chunks lie in the worker's memory.
     plan : ShardPlan
         The shards whose heads this worker holds.
     slots : tuple of GroupSlots
@@ -106,7 +111,7 @@ class TransferMemory:
 
     fmt: ObjectFormat
     cache: KVCache
-    staging: StagingPool
+    places: ChunkPlaces
     plan: ShardPlan
     slots: tuple[GroupSlots, ...]
 
@@ -114,14 +119,9 @@ class TransferMemory:
         """Whether objects of another namespace have the same tensors."""
         return fmt.shards == self.fmt.shards and all(
             fmt.tensors(shard) == self.fmt.tensors(shard)
-            and fmt.object_size(shard) <= self.staging.buffer_bytes
+            and fmt.object_size(shard) == self.fmt.object_size(shard)
             for shard in self.plan.shards
         )
-
-    def close(self) -> None:
-        """Free the buffers. Idempotent."""
-        self.cache.close()
-        self.staging.close()
 
 
 #: The memory of a namespace, for each kind of KV that the worker has.
@@ -131,7 +131,7 @@ Memories: TypeAlias = Mapping[Kind, TransferMemory]
 def close_all(memories: Memories) -> None:
     """Free the buffers of all kinds."""
     for memory in memories.values():
-        memory.close()
+        memory.cache.close()
 
 
 class Registration:
@@ -140,9 +140,15 @@ class Registration:
     Parameters
     ----------
     engine : WorkerEngine
+    counters : Counters
+        Gets what is in the memory.
+    model : Registration, optional
+        That of the model's layers, for a drafter: its KV moves through the same memory.
 
     Attributes
     ----------
+    host : ChunkMemory or None
+        The memory through which KV moves; None while its size is not known.
     caches : RegisteredCaches or None
     memories : Mapping of Kind to TransferMemory
         What transfers use; empty while its size is not known.
@@ -152,8 +158,13 @@ class Registration:
         Empty unless disabled.
     """
 
-    def __init__(self, engine: WorkerEngine) -> None:
+    def __init__(
+        self, engine: WorkerEngine, counters: Counters, model: Registration | None = None
+    ) -> None:
         self._engine = engine
+        self._counters = counters
+        self._model = model
+        self.host: ChunkMemory | None = None
         self._vllm_config = engine.vllm_config
         self._config = engine.config
         self._lock = threading.Lock()
@@ -228,7 +239,8 @@ class Registration:
             namespace = build_namespace(self._vllm_config, self._config, [report], _ANY_WEIGHTS)
             fmt = ObjectFormat(namespace)
             self._check_bound(fmt)
-            self.memories = self._allocate(fmt)
+            if self._model is None or self._model.host is not None:
+                self.memories = self._allocate(fmt)
         else:
             # The other stages' layers are not known here.
             config_overrides(self._vllm_config.model_config, self._config)
@@ -360,7 +372,7 @@ class Registration:
     def _ring(self, kind: Kind) -> int:
         """Return how many chunks may be on their way from the device at once.
 
-        A step's chunks are gathered at once, much faster than they reach staging. If a step
+        A step's chunks are gathered at once, much faster than they reach the host. If a step
         completes more chunks than this, some are not stored. A step stores few states, which are
         many times as large as a chunk's KV.
         """
@@ -371,27 +383,58 @@ class Registration:
         tokens = int(getattr(self._vllm_config.scheduler_config, "max_num_batched_tokens", 0) or 0)
         return -(-tokens // self._config.chunk_size)
 
-    def _staging_bytes(
-        self, formats: Sequence[ObjectFormat], plans: Mapping[Kind, ShardPlan]
-    ) -> int:
-        """Return how many bytes of staging all kinds have together; warn where they are few."""
+    def _take_host(self, places: Mapping[Kind, tuple[ObjectFormat, ShardPlan]]) -> ChunkMemory:
+        """Take the memory through which chunks of all kinds move, once.
+
+        Raises
+        ------
+        ConfigError
+            If there is not so much free memory.
+        """
+        if self._model is not None:
+            # The drafter opens after the model: the memory is there.
+            assert self._model.host is not None
+            return self._model.host
+        if self.host is not None:
+            return self.host
+        assert self.caches is not None
         chunks = self._chunks_per_step()
-        step = bytes_for_steps(formats, plans, chunks)
-        least = LEAST_STAGING // (DRAFTER_SHARE if self._engine.of_drafter else 1)
-        most = memory_limit() // _MEMORY_SHARE // local_ranks(self._vllm_config)
-        total = max(least, min(_STAGED_STEPS * step, most))
-        if chunks and total < step and not (self._engine.rank or self._engine.of_drafter):
+        step = sum(
+            math.ceil(chunks * (STATE_SHARE if kind == STATE else 1)) * _slot_bytes(fmt, plan)
+            for kind, (fmt, plan) in places.items()
+        )
+        keeps = self._config.memory_bytes > 0
+        if keeps:
+            # That of this rank: the connector has divided it.
+            total = self._config.memory_bytes
+        else:
+            chunk = sum(_slot_bytes(fmt, plan) for fmt, plan in places.values())
+            # The threads of an unknown storage: of others there are more, as far as memory allows.
+            spares = (self.io_threads()[0] + 1) * chunk
+            most = memory_limit() // _MEMORY_SHARE // local_ranks(self._vllm_config)
+            total = max(DEFAULT_MEMORY, min(_STEPS * step + spares, most), spares + 3 * chunk)
+        if chunks and total // 2 < step and not self._engine.rank:
             logger.warning(
-                "staging has %d bytes, too few for the %d chunks that one step of %d tokens may"
-                " complete: chunks of full attention are stored in later steps while their"
-                " requests run, and the rest of such a step is not stored. It all takes %d bytes:"
-                " give the engine more memory, or set --max-num-batched-tokens lower",
-                total,
+                "stores have %d bytes of memory, too few for the %d chunks that one step of %d"
+                " tokens may complete: chunks of full attention are stored in later steps while"
+                " their requests run, and the rest of such a step is not stored. It all takes %d"
+                " bytes: give the engine twice as much memory, or set --max-num-batched-tokens"
+                " lower",
+                total // 2,
                 chunks,
                 self._vllm_config.scheduler_config.max_num_batched_tokens,
                 step,
             )
-        return total
+        self.host = ChunkMemory(
+            total,
+            keeps=keeps,
+            first_bytes=2 * step,
+            device=self.caches.device if self.on_device else None,
+            regions=self._engine.regions,
+            counters=self._counters,
+            on_thread_start=widen_cpu_affinity,
+        )
+        return self.host
 
     def _memory_for(self, fmt: ObjectFormat) -> Memories:
         """Use the memory that is there; close it and allocate other memory if it does not fit."""
@@ -411,19 +454,20 @@ class Registration:
         )
         plans = shard_plans(record, topologies, self._engine.rank)
         formats = {kind: fmt.of(kind) for kind in plans}
-        total = self._staging_bytes(list(formats.values()), plans)
-        shares = share_out(total, list(formats.values()), plans)
+        host = self._take_host({kind: (formats[kind], plan) for kind, plan in plans.items()})
         memories: dict[Kind, TransferMemory] = {}
         try:
             for kind, plan in plans.items():
-                memories[kind] = self._allocate_kind(formats[kind], plan, shares[kind])
+                memories[kind] = self._allocate_kind(formats[kind], plan, host)
         except Exception:
             close_all(memories)
             raise
         return memories
 
-    def _allocate_kind(self, fmt: ObjectFormat, plan: ShardPlan, capacity: int) -> TransferMemory:
-        """Allocate memory for one kind; `capacity` is the most bytes of its staging."""
+    def _allocate_kind(
+        self, fmt: ObjectFormat, plan: ShardPlan, host: ChunkMemory
+    ) -> TransferMemory:
+        """Make what moves one kind between the caches and memory."""
         assert self.caches is not None
         caches = self.caches.kinds.get(fmt.kind)
         if caches is None:
@@ -441,36 +485,35 @@ class Registration:
                 one.of_rank(plan, interleave) for one in slots if isinstance(one, TokenSlots)
             )
         on_device = self.on_device
-        staging = StagingPool(
-            capacity,
-            max(fmt.object_size(shard) for shard in plan.shards),
-            together=len(plan.shards),
-            device=self.caches.device if on_device else None,
-            regions=self._engine.regions,
-        )
+        places = ChunkPlaces(host, fmt, plan.shards)
+        kind = DRAFT if self._engine.of_drafter else fmt.kind
+        host.serve((None, kind), self.io_threads()[0] + 1, places.slot_bytes)
+        calls = layer_calls(fmt, caches.runs, plan)
         cache: KVCache
-        try:
-            calls = layer_calls(fmt, caches.runs, plan)
-            if not on_device:
-                cache = HostKVCache(calls)
-            else:
-                cache = DeviceKVCache(
-                    calls,
-                    # A worker with parts of shards never gathers.
-                    ring=1 if plan.divided else self._ring(fmt.kind),
-                    loads=self.io_threads()[0],
-                    pinned=staging.pinned,
-                    streams=self._streams(),
-                )
-        except Exception:
-            staging.close()
-            raise
-        return TransferMemory(fmt, cache, staging, plan, slots)
+        if not on_device:
+            cache = HostKVCache(calls)
+        else:
+            cache = DeviceKVCache(
+                calls,
+                # A worker with parts of shards never gathers.
+                ring=1 if plan.divided else self._ring(fmt.kind),
+                loads=self.io_threads()[0],
+                pinned=host.is_pinned,
+                streams=self._streams(),
+            )
+        return TransferMemory(fmt, cache, places, plan, slots)
 
     def close(self) -> None:
         """Free the memory, and stop the thread."""
         self.cancel_weights()
         close_all(self.memories)
+        if self.host is not None:
+            self.host.close()
+
+
+def _slot_bytes(fmt: ObjectFormat, plan: ShardPlan) -> int:
+    """Return the bytes of a chunk of one kind in memory."""
+    return sum(rounded(fmt.object_size(shard)) for shard in plan.shards)
 
 
 def _check_context_group(plan: ShardPlan) -> None:

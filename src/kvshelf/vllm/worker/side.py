@@ -7,7 +7,7 @@ what the scheduler side and vLLM's metrics learn. What each of them does is in
 :mod:`~kvshelf.vllm.worker.weights`.
 
 The device that holds the caches is a parameter: chunks move between caches in host memory and
-staging at once, between caches on a GPU and staging by :mod:`kvshelf.kv.device`.
+the memory for chunks at once, between caches on a GPU and that memory by :mod:`kvshelf.kv.device`.
 
 Contracts
 ---------
@@ -158,11 +158,9 @@ class WorkerSide:
                 "this vLLM version does not expose which LoRA adapters it loads, so KV of requests"
                 " with one is not stored"
             )
-        device = registration.register(kv_caches, self.weights.modules)
+        registration.register(kv_caches, self.weights.modules)
         if self.drafter is not None:
             self.drafter.register(kv_caches)
-        if not registration.disabled_reason:
-            self._assembly.take_memory(device)
 
     def weights_changed(self, how: str, version: str = "") -> None:
         """Load and store nothing until the weights are known: `how` changes or discards them.
@@ -291,16 +289,9 @@ class WorkerSide:
 
     def set_gauges(self) -> None:
         """Bring the gauges in `counters` up to date."""
-        pools = [memory.staging for memory in self.model.registration.memories.values()]
-        if pools:
-            used = sum(pool.in_use * pool.buffer_bytes for pool in pools)
-            self.counters.set_gauge("staging_used_bytes", used)
-            limit = sum(pool.limit * pool.buffer_bytes for pool in pools)
-            self.counters.set_gauge("staging_limit_bytes", limit)
-        memory = self._assembly.memory
-        if memory is not None:
-            self.counters.set_gauge("memory_tier_used_bytes", memory.stats().bytes)
-            self.counters.set_gauge("memory_tier_pinned_bytes", memory.stats().pinned_bytes)
+        host = self.model.registration.host
+        if host is not None:
+            host.report()
         shelf = self._assembly.shelf()
         if shelf is not None:
             guard = shelf.backend

@@ -11,7 +11,7 @@ Contracts
   and the drafter's KV are gathered in :meth:`WorkerStores.save`, after the rest, and not at all
   beside such a connector.
 * What a failed step left in the cache is never stored.
-* A chunk of full attention that found no staging is gathered in a later step of its request
+* A chunk of full attention that found no memory is gathered in a later step of its request
   (:mod:`kvshelf.vllm.worker.postponed`).
 * Every store that was planned for a hand-over ends in an object, or in a marker that says that the
   hand-over failed, as far as the storage takes one in time.
@@ -43,7 +43,7 @@ from kvshelf.vllm.worker.weights import WorkerWeights
 
 logger = logging.getLogger(__name__)
 
-# A step gathers at least this many chunks of earlier steps, if staging has space.
+# A step gathers at least this many chunks of earlier steps, if stores have memory.
 _LEAST_AGAIN = 4
 
 
@@ -165,7 +165,7 @@ class WorkerStores:
         # With each, whether earlier chunks of its request are still postponed.
         each = [(op, False) for op in taken]
         each += [(op, op.owner in self._postponed) for op in stores]
-        # Stores of hand-overs first: staging may not hold all.
+        # Stores of hand-overs first: the memory may not hold all.
         each.sort(key=lambda one: not one[0].attempt)
         idle = meta.idle and self._postponed.held
         wait_until = time.monotonic() + (IDLE_WAIT_SECONDS if idle else 0.0)

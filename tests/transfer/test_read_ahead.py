@@ -6,7 +6,7 @@ import gc
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
@@ -19,11 +19,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from kvshelf.errors import TransientStorageError
 from kvshelf.format.keys import Chunk
 from kvshelf.format.kinds import FULL
-from kvshelf.memory.size_classes import SizeClasses
-from kvshelf.shelf.view import ObjectRef
-from kvshelf.tiers.memory_tier import MemoryTier
 from kvshelf.transfer.load import Failure, Piece
-from kvshelf.transfer.prefetch import Prefetcher
+from kvshelf.transfer.read_ahead import ReadAhead
 from tests.sim.storage import Fault, FaultyStorage, posix
 from tests.support.prompts import make_chunks
 from tests.support.waiting import until
@@ -32,25 +29,20 @@ from tests.transfer.byte_transfers import ByteTransfers, chunk_is_loaded
 SHARDS, LENGTH = 2, 4
 
 
-class ReadAhead(ByteTransfers):
-    """Transfers with memory for so many chunks in front, into which is read ahead."""
+class Waiting(ByteTransfers):
+    """Transfers of an engine that reads ahead: so many chunks may be in memory for that."""
 
-    def __init__(self, root: Path, chunks: int = 100, **options: Any) -> None:
+    def __init__(self, root: Path, chunks: int = 100, *, keeps: bool = False) -> None:
         self.root = root
         self.storage_calls = FaultyStorage(posix(root))
-        super().__init__(self.storage_calls, {FULL: SHARDS})
-        self.transfers.end()
-        rounded = SizeClasses(1 << 30).rounded(self.formats[FULL].object_size(0))
-        self.tier = MemoryTier(chunks * SHARDS * rounded, counters=self.counters, lazy=True)
-        self.memory_options = {"keeps": False, **options}
-        self.begin(self.weights)
-        self.memory = self.memories[FULL]
-        self.prefetcher = Prefetcher(self.transfers.loads[FULL], self.memory)
+        super().__init__(self.storage_calls, {FULL: SHARDS}, memory_chunks=2 * chunks, keeps=keeps)
+        self.contexts[FULL].shares.ahead.limit = chunks * self.contexts[FULL].places.slot_bytes
+        self.ahead = ReadAhead(self.contexts[FULL], self.transfers.loads[FULL])
 
     def stored(self, seed: int, count: int = LENGTH) -> list[Chunk]:
         """The chunks of a prompt that another engine has stored."""
         chunks = make_chunks(self.formats[FULL], count, seed)
-        with closing(ByteTransfers(posix(self.root), {FULL: SHARDS}, staging_chunks=64)) as other:
+        with closing(ByteTransfers(posix(self.root), {FULL: SHARDS}, memory_chunks=64)) as other:
             other.put({FULL: chunks})
         return chunks
 
@@ -63,13 +55,21 @@ class ReadAhead(ByteTransfers):
 
     def has_kept(self, chunks: list[Chunk]) -> int:
         """Make a step; return how many leading chunks are kept in memory."""
-        self.prefetcher.take_failures()
-        return self.memory.kept(chunks)
+        self.ahead.take_failures()
+        return self.kept(chunks)
 
-    @property
-    def pinned_bytes(self) -> int:
-        assert self.tier is not None
-        return self.tier.stats().pinned_bytes
+    def kept(self, chunks: list[Chunk]) -> int:
+        """Return how many leading chunks are kept in memory for requests."""
+        places, pins = self.contexts[FULL].places, self.contexts[FULL].shares.ahead._pins
+        slots = [self.host.ring._named.get(places.name(chunk)) for chunk in chunks]
+        return next((n for n, slot in enumerate(slots) if slot not in pins), len(chunks))
+
+    def take_memory(self) -> Callable[[], None]:
+        """Take all memory that may be read ahead into; return what gives it back."""
+        size, taken = self.contexts[FULL].places.slot_bytes, []
+        while slot := self.host.ring.claim(None, size, self.contexts[FULL].shares.ahead):
+            taken.append(slot)
+        return lambda: self.host.ring.release(self.contexts[FULL].shares.ahead, taken)
 
     def opened(self) -> int:
         return self.storage_calls.counts["open"]
@@ -77,10 +77,9 @@ class ReadAhead(ByteTransfers):
     def close(self) -> None:
         self.storage_calls.let_go()
         super().close()
-        self.memory.close()
 
 
-class PrefetchModel(RuleBasedStateMachine):
+class ReadAheadModel(RuleBasedStateMachine):
     """Requests that wait, in the order of their arrival, over a storage that hangs and fails."""
 
     @initialize(room=st.sampled_from([2, 3, 5, 100]), keeps=st.booleans())
@@ -88,9 +87,9 @@ class PrefetchModel(RuleBasedStateMachine):
         self.stack = ExitStack()
         folder = self.stack.enter_context(tempfile.TemporaryDirectory())
         self.ahead = self.stack.enter_context(
-            closing(ReadAhead(Path(folder) / "shelf", room, keeps=keeps))
+            closing(Waiting(Path(folder) / "shelf", room, keeps=keeps))
         )
-        self.prefetcher = self.ahead.prefetcher
+        self.read_ahead = self.ahead.ahead
         self.room, self.keeps = room, keeps
         self.prompts = [self.ahead.stored(seed) for seed in range(3)]
         # The last one begins as the first.
@@ -103,7 +102,7 @@ class PrefetchModel(RuleBasedStateMachine):
         self.ended: set[str] = set()
         self.damaged: set[Chunk] = set()
         self.is_resting = False
-        #: What others have of memory and staging.
+        #: Memory that others have.
         self.taken = ExitStack()
 
     @rule(name=st.sampled_from("abcd"), prompt=st.integers(0, 3), length=st.integers(1, LENGTH))
@@ -114,24 +113,24 @@ class PrefetchModel(RuleBasedStateMachine):
         chunks, named = self.prompts[prompt][:length], self.named[name]
         if chunks[: len(named)] != named:
             return
-        self.prefetcher.add(name, chunks[len(named) :])
+        self.read_ahead.add(name, chunks[len(named) :])
         self.named[name] = chunks
         if name not in self.ended:
             self.requests[name] = chunks
 
     @rule(name=st.sampled_from("abcd"))
     def cancel_reads(self, name: str) -> None:
-        self.prefetcher.cancel_reads(name)
+        self.read_ahead.cancel_reads(name)
         self.ended.add(name)
 
     @rule(name=st.sampled_from("abcd"))
     def release(self, name: str) -> None:
-        self.prefetcher.release(name)
+        self.read_ahead.release(name)
         self.requests.pop(name, None)
 
     @rule()
     def release_all(self) -> None:
-        self.prefetcher.release_all()
+        self.read_ahead.release_all()
         self.requests.clear()
 
     @rule(name=st.sampled_from("abcd"))
@@ -141,7 +140,7 @@ class PrefetchModel(RuleBasedStateMachine):
         self.storage_calls.let_go()
         self.taken.close()
         if chunks and not self.is_resting:
-            self.prefetcher.cancel_reads(name)
+            self.read_ahead.cancel_reads(name)
             assert self.ahead.load(chunks) != bool(self.damaged.intersection(chunks))
         self.release(name)
 
@@ -157,7 +156,7 @@ class PrefetchModel(RuleBasedStateMachine):
     @rule(prompt=st.integers(0, 2), place=st.integers(0, LENGTH - 1), gone=st.booleans())
     def damage(self, prompt: int, place: int, gone: bool) -> None:
         chunk = self.prompts[prompt][place]
-        if chunk in self.damaged or self.ahead.memory.leading([chunk]):
+        if chunk in self.damaged or self.ahead.contexts[FULL].places.leading([chunk]):
             return
         # All shards: memory may have one of them.
         for shard in range(SHARDS):
@@ -167,14 +166,8 @@ class PrefetchModel(RuleBasedStateMachine):
 
     @rule()
     def use_memory_up(self) -> None:
-        """Loads of other kinds have all of the memory, and stores all of the staging."""
-        pool, tier = self.ahead.pools[FULL], self.ahead.tier
-        assert tier is not None
-        while buffers := pool.acquire_for_load(timeout=0.0):
-            self.taken.callback(pool.release, *buffers)
-        for other in make_chunks(self.ahead.formats[FULL], 2 * self.room, seed=77):
-            if (room := tier.reserve(self.ahead.formats[FULL], ObjectRef(other, 0))) is not None:
-                self.taken.callback(room.release)
+        """What is read ahead of other kinds has all memory that may be used for that."""
+        self.taken.callback(self.ahead.take_memory())
 
     @rule()
     def rest(self) -> None:
@@ -192,7 +185,7 @@ class PrefetchModel(RuleBasedStateMachine):
 
     @invariant()
     def step(self) -> None:
-        for chunk, failure in self.prefetcher.take_failures():
+        for chunk, failure in self.read_ahead.take_failures():
             assert chunk in self.damaged
             assert failure in (Failure.MISSING, Failure.BAD)
             for name, chunks in self.requests.items():
@@ -200,7 +193,8 @@ class PrefetchModel(RuleBasedStateMachine):
                     # What is behind is of no use.
                     self.requests[name] = chunks[: chunks.index(chunk)]
                     self.ended.add(name)
-        assert self.ahead.pinned_bytes <= self.ahead.tier.max_bytes
+        ahead = self.ahead.contexts[FULL].shares.ahead
+        assert ahead.pinned_bytes <= ahead.limit
 
     @rule()
     def settle(self) -> None:
@@ -214,13 +208,13 @@ class PrefetchModel(RuleBasedStateMachine):
             self.step()
         wanted = {chunk for chunks in self.requests.values() for chunk in chunks}
         of_all = {chunk for prompt in self.prompts for chunk in prompt}
-        kept = {chunk for chunk in of_all if self.ahead.memory.kept([chunk])}
+        kept = {chunk for chunk in of_all if self.ahead.kept([chunk])}
         assert kept <= wanted
         assert len(kept) <= self.room
         # What is reserved for a request stays so until it is released.
         reserved = kept.union(*(self.requests[name] for name in self.ended & self.requests.keys()))
         for name, chunks in self.requests.items():
-            if name not in self.ended and self.ahead.memory.kept(chunks) < len(chunks):
+            if name not in self.ended and self.ahead.kept(chunks) < len(chunks):
                 assert len(reserved) >= self.room
                 # Nothing is read for those behind it.
                 return
@@ -241,69 +235,68 @@ class PrefetchModel(RuleBasedStateMachine):
             assert stored == SHARDS * self.keeps
             # Nothing has kept the room.
             chunks = self.ahead.stored(8, min(self.room, 9))
-            self.prefetcher.add("next", chunks)
+            self.read_ahead.add("next", chunks)
             until(lambda: self.ahead.has_kept(chunks) == len(chunks))
 
 
-TestPrefetch = PrefetchModel.TestCase
-TestPrefetch.settings = settings(max_examples=25, stateful_step_count=30)
+TestReadAhead = ReadAheadModel.TestCase
+TestReadAhead.settings = settings(max_examples=25, stateful_step_count=30)
 
 
 @pytest.fixture
-def ahead(tmp_path: Path) -> Iterator[ReadAhead]:
-    with closing(ReadAhead(tmp_path / "shelf")) as ahead:
+def ahead(tmp_path: Path) -> Iterator[Waiting]:
+    with closing(Waiting(tmp_path / "shelf")) as ahead:
         yield ahead
 
 
-def test_requests_that_waited_read_nothing_when_their_turn_comes(ahead: ReadAhead) -> None:
+def test_requests_that_waited_read_nothing_when_their_turn_comes(ahead: Waiting) -> None:
     chunks = ahead.stored(0)
     for name in ("one", "other"):
-        ahead.prefetcher.add(name, chunks[:2])
-        ahead.prefetcher.add(name, chunks[2:])
+        ahead.ahead.add(name, chunks[:2])
+        ahead.ahead.add(name, chunks[2:])
     until(lambda: ahead.has_kept(chunks) == LENGTH)
     time.sleep(1.0)
     # What both want is read once.
     assert ahead.opened() == LENGTH * SHARDS
     assert ahead.load(chunks)
-    ahead.prefetcher.release("one")
+    ahead.ahead.release("one")
     assert ahead.opened() == LENGTH * SHARDS
     assert ahead.has_kept(chunks) == LENGTH
     counts = ahead.counters.snapshot()
     assert counts["loaded_chunks"] == LENGTH
     assert counts["prefetched_objects"] == LENGTH * SHARDS
     assert counts["memory_tier_loaded_objects"] == LENGTH * SHARDS
-    assert counts["prefetched_bytes"] == LENGTH * SHARDS * ahead.formats[FULL].payload_size(0)
-    ahead.prefetcher.release("other")
+    assert counts["prefetched_bytes"] == LENGTH * SHARDS * ahead.formats[FULL].object_size(0)
+    ahead.ahead.release("other")
     assert not ahead.pinned_bytes
     assert "prefetched_unused_objects" not in ahead.counters.snapshot()
     more = ahead.stored(1, 1)
-    ahead.prefetcher.add("third", more)
+    ahead.ahead.add("third", more)
     until(lambda: ahead.has_kept(more) == 1)
-    ahead.prefetcher.release("third")
+    ahead.ahead.release("third")
     assert ahead.count("prefetched_unused_objects") == SHARDS
 
 
-def test_chunks_that_are_in_memory_already_are_kept_up_to_a_part_of_it(tmp_path: Path) -> None:
-    with closing(ReadAhead(tmp_path / "shelf", 8, keeps=True, share=0.5)) as ahead:
+def test_chunks_in_memory_already_are_kept_up_to_the_share_of_read_ahead(tmp_path: Path) -> None:
+    with closing(Waiting(tmp_path / "shelf", 4, keeps=True)) as ahead:
         chunks = make_chunks(ahead.formats[FULL], 6)
-        ahead.put({FULL: chunks})
-        ahead.prefetcher.add("r", chunks)
-        assert ahead.has_kept(chunks) == 4
+        ahead.put({FULL: chunks[:3]})
+        ahead.put({FULL: chunks[3:]})
+        ahead.ahead.add("r", chunks)
+        until(lambda: ahead.has_kept(chunks) == 4)
         # Stores and loads of others go through the rest.
-        others = make_chunks(ahead.formats[FULL], 6, seed=1)
-        ahead.put({FULL: others})
-        assert ahead.memory.leading(others[-1:])
+        for seed in range(1, 10):
+            ahead.put({FULL: make_chunks(ahead.formats[FULL], 3, seed)})
         assert ahead.has_kept(chunks) == 4
         assert ahead.opened() == 0
+        assert ahead.host.ring.stats().evicted_objects > 0
         # Nothing is kept for requests of weights that are gone.
-        ahead.memory.close()
-        assert not ahead.pinned_bytes
-        assert not ahead.memory.retain(ObjectRef(others[-1], 0), fresh=True)
+        ahead.ahead.release_all()
         assert not ahead.pinned_bytes
 
 
 def test_storage_that_rests_is_tried_once_a_second_and_nothing_grows(
-    ahead: ReadAhead, monkeypatch: pytest.MonkeyPatch
+    ahead: Waiting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chunks = ahead.stored(0)
     loads, begun = ahead.transfers.loads[FULL], []
@@ -320,9 +313,9 @@ def test_storage_that_rests_is_tried_once_a_second_and_nothing_grows(
     before = loads_alive()
     monkeypatch.setattr(loads, "load", noted)
     ahead.guard.reads.trip("a test", 1000.0)
-    ahead.prefetcher.add("r", chunks)
+    ahead.ahead.add("r", chunks)
     for _ in range(500):
-        assert ahead.prefetcher.take_failures() == []
+        assert ahead.ahead.take_failures() == []
         time.sleep(0.01)
     assert 5 <= len(begun) <= 6
     assert loads_alive() <= before + 2
@@ -330,77 +323,59 @@ def test_storage_that_rests_is_tried_once_a_second_and_nothing_grows(
     until(lambda: ahead.has_kept(chunks) == LENGTH)
 
 
-def test_chunk_that_the_storage_fails_to_read_is_reported(ahead: ReadAhead) -> None:
+def test_chunk_that_the_storage_fails_to_read_is_reported(ahead: Waiting) -> None:
     chunks = ahead.stored(0)
     error = TransientStorageError(5, "EIO")
     ahead.storage_calls.add(Fault("open", f"*{chunks[1].key.hex()}*", error=error))
-    ahead.prefetcher.add("r", chunks)
+    ahead.ahead.add("r", chunks)
     failures: list[tuple[Chunk, Failure]] = []
-    until(lambda: bool(failures.extend(ahead.prefetcher.take_failures()) or failures))
+    until(lambda: bool(failures.extend(ahead.ahead.take_failures()) or failures))
     assert failures == [(chunks[1], Failure.ERROR)]
     assert ahead.has_kept(chunks) == 1
 
 
 def test_chunk_that_is_read_when_its_request_gives_it_up_leaves_nothing(tmp_path: Path) -> None:
-    with closing(ReadAhead(tmp_path / "shelf", LENGTH)) as ahead:
+    with closing(Waiting(tmp_path / "shelf", LENGTH)) as ahead:
         chunks, others = ahead.stored(0), ahead.stored(1, LENGTH - 1)
         ahead.path(FULL, chunks[1]).unlink()
         gate = threading.Event()
         ahead.storage_calls.add(Fault("read", f"*{chunks[2].key.hex()}*", wait=gate))
-        ahead.prefetcher.add("r", chunks[:2])
-        ahead.prefetcher.add("r", chunks[2:3])
-        until(lambda: bool(ahead.prefetcher.take_failures()))
+        ahead.ahead.add("r", chunks[:2])
+        ahead.ahead.add("r", chunks[2:3])
+        until(lambda: bool(ahead.ahead.take_failures()))
         gate.set()
         # The scheduler learns of the failure later.
-        ahead.prefetcher.add("r", chunks[3:])
+        ahead.ahead.add("r", chunks[3:])
         # What the request needs no more keeps no room.
-        ahead.prefetcher.add("next", others)
+        ahead.ahead.add("next", others)
         until(lambda: ahead.has_kept(others) == len(others))
-        assert ahead.memory.kept(chunks) == 1
+        assert ahead.kept(chunks) == 1
 
 
 def test_request_that_ends_while_it_is_read_for_leaves_nothing(tmp_path: Path) -> None:
-    with closing(ReadAhead(tmp_path / "shelf", LENGTH)) as ahead:
+    with closing(Waiting(tmp_path / "shelf", LENGTH)) as ahead:
         chunks, others = ahead.stored(0), ahead.stored(1)
         gate = threading.Event()
         ahead.storage_calls.add(Fault("read", wait=gate))
-        ahead.prefetcher.add("r", chunks)
+        ahead.ahead.add("r", chunks)
         until(lambda: ahead.opened() == 1)
-        ahead.prefetcher.release("r")
+        ahead.ahead.release("r")
         gate.set()
         time.sleep(1.0)
         assert ahead.has_kept(chunks) == 0
         assert ahead.opened() == 1
         assert not ahead.pinned_bytes
         assert ahead.count("cancelled_loads") == 0
-        ahead.prefetcher.add("next", others)
+        ahead.ahead.add("next", others)
         until(lambda: ahead.has_kept(others) == LENGTH)
-
-
-def test_object_that_is_retained_twice_is_dropped_at_once(tmp_path: Path) -> None:
-    with closing(ReadAhead(tmp_path / "shelf", keeps=True)) as ahead:
-        chunks = make_chunks(ahead.formats[FULL], 1)
-        ahead.put({FULL: chunks})
-        for _ in range(2):
-            assert ahead.memory.retain(ObjectRef(chunks[0], 0))
-        ahead.memory.drop([chunks[0].key])
-        assert not ahead.pinned_bytes
 
 
 def test_read_ahead_that_finds_no_memory_waits_for_none_and_is_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with closing(ReadAhead(tmp_path / "shelf", LENGTH)) as ahead, ExitStack() as taken:
+    with closing(Waiting(tmp_path / "shelf", LENGTH)) as ahead:
         chunks = ahead.stored(0)
-        fmt, pool, tier = ahead.formats[FULL], ahead.pools[FULL], ahead.tier
-        assert tier is not None
-        while buffers := pool.acquire_for_load(timeout=0.0):
-            taken.callback(pool.release, *buffers)
-        for other in make_chunks(fmt, LENGTH, seed=1):
-            for shard in range(SHARDS):
-                room = tier.reserve(fmt, ObjectRef(other, shard))
-                assert room is not None
-                taken.callback(room.release)
+        give_back = ahead.take_memory()
         loads, begun = ahead.transfers.loads[FULL], []
         load = loads.load
 
@@ -409,9 +384,9 @@ def test_read_ahead_that_finds_no_memory_waits_for_none_and_is_tried_again(
             return begun[-1]
 
         monkeypatch.setattr(loads, "load", noted)
-        ahead.prefetcher.add("r", chunks)
+        ahead.ahead.add("r", chunks)
         time.sleep(0.1)
         assert [load.finished for load in begun] == [True]
         assert ahead.has_kept(chunks) == 0
-        taken.close()
+        give_back()
         until(lambda: ahead.has_kept(chunks) == LENGTH)

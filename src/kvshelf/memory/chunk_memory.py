@@ -1,0 +1,448 @@
+"""The host memory of one process for chunks: its bytes, its shares, and how it grows.
+
+Owns the memory in which chunks are read, gathered, kept and read ahead (:class:`ChunkMemory`), and
+how the objects of a chunk lie in a slot of it (:class:`ChunkPlaces`).
+:mod:`kvshelf.memory.ring` decides who gets which slot.
+
+Contracts
+---------
+* Loads have a spare slot for each thread (:meth:`ChunkMemory.serve`). Of the rest, stores pin at
+  most half, and what is read ahead at most half; of both, each kind has its part.
+* Memory for a GPU, and memory that keeps chunks, is there before it is used: it is taken piece by
+  piece, the first one by the constructor, the others by a thread that rests between them. It is
+  started by :meth:`ChunkMemory.grow`: while vLLM captures graphs no memory may be locked. Where the
+  system refuses a further piece, the memory stays as it is, and one warning says so. Other memory
+  is taken when it is first written to.
+* The memory is given back when it is closed and nobody holds a slot: a thread that never returns
+  from the storage keeps all of it.
+* Any thread may call all methods; none waits, but for the constructor.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final, Protocol, TypeAlias
+
+from kvshelf.background import Background
+from kvshelf.errors import ConfigError
+from kvshelf.format.keys import Chunk
+from kvshelf.format.objects import ObjectFormat
+from kvshelf.memory.arena import Arena, bytes_at
+from kvshelf.memory.ring import Ring, Share, Slot, rounded
+from kvshelf.metrics import Counters
+from kvshelf.pages import page_lock, require_free
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["ChunkMemory"]
+
+logger = logging.getLogger(__name__)
+
+#: Bytes that are taken at once.
+_PIECE: Final = 1 << 30
+#: Chunks of each kind that the memory holds beside the spare slots: one for stores, and one that is
+#: read ahead.
+_LEAST_CHUNKS: Final = 2
+
+
+class Region(Protocol):
+    """Memory of another owner, usable until it is released.
+
+    Attributes
+    ----------
+    view : memoryview
+        Writable.
+    """
+
+    view: memoryview
+
+    def release(self) -> None:
+        """Give the memory back."""
+
+
+#: Takes host memory of at least so many bytes; None: there is none.
+Regions: TypeAlias = Callable[[int], Region | None]
+
+
+@dataclass(eq=False, slots=True)
+class Shares:
+    """What stores and loads of one kind may have of a memory.
+
+    Attributes
+    ----------
+    threads : int
+        Threads that load.
+    slot_bytes : int
+        Bytes of the largest slot.
+    weight : float
+        Its part of the memory is in proportion to it.
+    stores, ahead : Share
+        Of stores, and of what is read ahead.
+    """
+
+    threads: int
+    slot_bytes: int
+    weight: float
+    stores: Share = field(default_factory=lambda: Share(0))
+    ahead: Share = field(default_factory=lambda: Share(0))
+
+
+class ChunkMemory:
+    """Host memory for chunks of any kinds and namespaces.
+
+    Parameters
+    ----------
+    nbytes : int
+    keeps : bool
+        Keep what was stored and loaded until it is evicted: so much memory must be free now.
+        False: of chunks that nobody holds only those that were read ahead stay.
+    first_bytes : int
+        Take at least so much at once.
+    device : torch.device, optional
+        The GPU on which the caches are: the memory is page-locked, if the system allows it.
+    regions : Callable, optional
+        Takes the memory, in place of the system: that from which a node server takes what is
+        stored.
+    counters : Counters, optional
+        Gets what is here, see :meth:`report`.
+    on_thread_start : Callable, optional
+        Called first on the thread, to set its processors.
+
+    Attributes
+    ----------
+    nbytes : int
+    keeps : bool
+    is_pinned : bool
+        Whether the memory is page-locked.
+    ring : Ring
+    loads : Share
+        Of all loads.
+
+    Raises
+    ------
+    ConfigError
+        If there is not so much free memory.
+    """
+
+    def __init__(
+        self,
+        nbytes: int,
+        *,
+        keeps: bool = False,
+        first_bytes: int = 0,
+        device: torch.device | None = None,
+        regions: Regions | None = None,
+        counters: Counters | None = None,
+        on_thread_start: Callable[[], None] | None = None,
+    ) -> None:
+        self.nbytes = rounded(nbytes)
+        self.keeps = keeps
+        self.ring = Ring(self._free)
+        self.loads = Share(self.nbytes, may_take_spares=True)
+        self._users: dict[Hashable, Shares] = {}
+        self._counters = Counters() if counters is None else counters
+        self._reported = (0, 0, 0, 0)
+        self._lock = threading.Lock()
+        self._is_growing = False
+        self._over = threading.Event()
+        self._thread: Background | None = None
+        self._piece = max(_PIECE, rounded(first_bytes))
+        self._taken = 0
+        self._device = device
+        if keeps:
+            self._require_free()
+        region = None if regions is None else regions(self.nbytes)
+        if region is None:
+            self._arena = Arena(self.nbytes, lazy=True, inherited=device is None)
+            self.view, self.tensor = self._arena.view, self._arena.tensor
+            self._closing = [self._arena.close]
+        else:
+            self.view, self.tensor = region.view, bytes_at(region.view)
+            self._closing = [region.release]
+        try:
+            self.is_pinned = device is not None and self._lock_first(region)
+            if region is not None or not (keeps or self.is_pinned):
+                self._extend(self.nbytes)
+            elif not self._taken:
+                self._take_piece()
+        except MemoryError as error:
+            self._close()
+            raise ConfigError(self._too_little(error)) from error
+        if self._taken < self.nbytes:
+            self._thread = Background("kvshelf-memory", self._grow, on_start=on_thread_start)
+        self.report()
+
+    def __repr__(self) -> str:
+        return f"ChunkMemory({self.nbytes} bytes)"
+
+    # ------------------------------------------------------------- growth
+
+    def _require_free(self) -> None:
+        try:
+            require_free(self.nbytes + self.nbytes // 16)
+        except MemoryError as error:
+            raise ConfigError(self._too_little(error)) from error
+
+    def _too_little(self, error: Exception) -> str:
+        return (
+            f"there is no memory for {self.nbytes} bytes of chunks: {error}. Ask for less (memory"
+            " of an engine, memory_bytes of a ChunkCache), or give the machine or the container"
+            " more memory"
+        )
+
+    def _lock_first(self, region: Region | None) -> bool:
+        """Page-lock the first piece, or all of a region; False where that is not possible."""
+        import torch
+
+        try:
+            if not torch.cuda.is_available():
+                raise RuntimeError("there is no CUDA device")
+            if region is not None:
+                # The next user of the memory must not find it page-locked.
+                self._closing.insert(0, page_lock(region.view, self._device))
+            else:
+                self._take_piece()
+        except (RuntimeError, MemoryError) as error:
+            if self.keeps and isinstance(error, MemoryError):
+                raise
+            logger.warning(
+                "could not pin the memory for chunks (%s); copies to and from the GPU will be"
+                " slower and will block",
+                error,
+            )
+            self._device = None
+            return False
+        return True
+
+    def _take_piece(self) -> None:
+        """Take the next piece, and give it to the ring."""
+        stop = min(self._taken + self._piece, self.nbytes)
+        self._arena.take(self._taken, stop, self._device)
+        self._extend(stop)
+
+    def _extend(self, stop: int) -> None:
+        self.ring.extend(stop - self._taken)
+        self._taken = stop
+        self._divide()
+
+    def _divide(self) -> None:
+        """Make the spare slots; stores, and what is read ahead, have half each of the rest."""
+        with self._lock:
+            users = list(self._users.values())
+        counts: Counter[int] = Counter()
+        for user in users:
+            counts[user.slot_bytes] += user.threads
+        self.ring.ensure_spares(counts)
+        half = (self.ring.capacity - self.ring.spare_bytes) // 2
+        total = sum(user.weight for user in users)
+        for user in users:
+            user.stores.limit = user.ahead.limit = int(half * user.weight / total)
+
+    def _grow(self) -> float | None:
+        """Take the next piece; return for how many seconds to rest. On the thread alone."""
+        with self._lock:
+            if self._over.is_set() or self._taken == self.nbytes:
+                return None
+            self._is_growing = True
+        begin = time.monotonic()
+        rest: float | None = None
+        try:
+            self._take_piece()
+            rest = time.monotonic() - begin
+        except (MemoryError, RuntimeError, ValueError) as error:
+            logger.warning(
+                "the memory for chunks stays at %d of %d bytes: %s",
+                self._taken,
+                self.nbytes,
+                error,
+            )
+            self.nbytes = self._taken
+        with self._lock:
+            self._is_growing = False
+            is_over = self._over.is_set()
+        if is_over:
+            self._close()
+        return rest
+
+    # ------------------------------------------------------------- users
+
+    def serve(self, user: Hashable, threads: int, slot_bytes: int, *, share: float = 1.0) -> Shares:
+        """Let the stores and loads of one kind use the memory, with spare slots for their threads.
+
+        Parameters
+        ----------
+        user : Hashable
+            Whose they are: the next call for the same takes the place of this one.
+        threads : int
+            Threads that load; fewer where there is no memory for so many spare slots.
+        slot_bytes : int
+        share : float
+            How many chunks of the kind are held for one of other kinds.
+
+        Raises
+        ------
+        ConfigError
+            If the memory does not hold one spare slot and two further chunks.
+        """
+        with self._lock:
+            others = [shares for of, shares in self._users.items() if of != user]
+            rest = self.nbytes - sum(
+                (other.threads + _LEAST_CHUNKS) * rounded(other.slot_bytes) for other in others
+            )
+            slots = rest // rounded(slot_bytes)
+            if slots < 1 + _LEAST_CHUNKS:
+                raise ConfigError(
+                    f"the memory for chunks has {self.nbytes} bytes, of which {rest} are left for"
+                    f" chunks of {slot_bytes} bytes: expected at least three of these. Give more"
+                    " (memory of an engine, memory_bytes of a ChunkCache), or make chunk_size"
+                    " smaller"
+                )
+            shares = self._users.get(user)
+            if shares is None:
+                shares = self._users[user] = Shares(0, 0, 0.0)
+            # Spare slots take half of it at most.
+            shares.threads, shares.slot_bytes = min(threads, max(1, slots // 2)), slot_bytes
+            shares.weight = share * slot_bytes
+        self._divide()
+        return shares
+
+    def grow(self) -> None:
+        """Take the rest of the memory in the background, if that is due."""
+        if self._thread is not None:
+            self._thread.start()
+
+    def report(self) -> None:
+        """Bring the metrics of the memory up to date."""
+        counters = self._counters
+        with self._lock:
+            stats = self.ring.stats()
+            counts = stats[-4:]
+            changes = [now - before for now, before in zip(counts, self._reported, strict=True)]
+            self._reported = counts
+        for name, change in zip(_COUNTS, changes, strict=True):
+            if change > 0:
+                counters.add(name, change)
+        counters.set_gauge("staging_limit_bytes", stats.capacity)
+        counters.set_gauge("staging_used_bytes", stats.pinned_bytes)
+        counters.set_gauge("memory_tier_limit_bytes", self.nbytes if self.keeps else 0)
+        counters.set_gauge("memory_tier_used_bytes", stats.kept_bytes)
+        ahead = sum(user.ahead.pinned_bytes for user in tuple(self._users.values()))
+        counters.set_gauge("memory_tier_pinned_bytes", ahead)
+
+    # ------------------------------------------------------------- the end
+
+    def close(self) -> None:
+        """Hand out nothing more; give the memory back once nobody holds any of it. Idempotent."""
+        if self._thread is not None:
+            self._thread.close()
+        self.ring.close()
+
+    def _free(self) -> None:
+        with self._lock:
+            self._over.set()
+            is_growing = self._is_growing
+        if not is_growing:
+            self._close()
+
+    def _close(self) -> None:
+        self.__dict__.pop("tensor", None)
+        self.view = memoryview(b"")
+        while self._closing:
+            self._closing.pop(0)()
+
+
+_COUNTS: Final = (
+    "memory_tier_stored_objects",
+    "memory_tier_stored_bytes",
+    "memory_tier_evicted_objects",
+    "memory_tier_evicted_bytes",
+)
+
+
+class ChunkPlaces:
+    """How the objects of a chunk of one kind lie in a slot: one behind the other, aligned.
+
+    Parameters
+    ----------
+    memory : ChunkMemory
+    fmt : ObjectFormat
+    shards : Sequence of int
+        Those of each chunk that this process has.
+
+    Attributes
+    ----------
+    memory : ChunkMemory
+    shards : Sequence of int
+    chunk_bytes : int
+        Bytes of a whole chunk's objects.
+    slot_bytes : int
+        Bytes of its slot.
+    """
+
+    def __init__(self, memory: ChunkMemory, fmt: ObjectFormat, shards: Sequence[int]) -> None:
+        self.memory = memory
+        self.shards = shards
+        self._fmt = fmt
+        self._kind = fmt.kind
+        #: By the tokens of a tail, 0 for whole chunks: the bytes of a slot, and where objects lie.
+        self._layouts: dict[int, tuple[int, dict[int, tuple[int, int]]]] = {}
+        self.chunk_bytes = sum(fmt.object_size(shard) for shard in shards)
+        self.slot_bytes = self._layout(0)[0]
+
+    def _layout(self, tokens: int) -> tuple[int, dict[int, tuple[int, int]]]:
+        layout = self._layouts.get(tokens)
+        if layout is None:
+            places = {}
+            end = 0
+            for shard in self.shards:
+                size = (
+                    self._fmt.object_size(shard, tokens) if tokens else self._fmt.object_size(shard)
+                )
+                places[shard] = (end, end + size)
+                end += rounded(size)
+            layout = self._layouts[tokens] = (end, places)
+        return layout
+
+    def name(self, chunk: Chunk) -> tuple[bytes, str]:
+        """Return the name of a chunk in the ring. Keys of other namespaces differ."""
+        return chunk.key, self._kind
+
+    def claim(
+        self, chunk: Chunk, share: Share, *, deadline: float = 0.0, is_named: bool = True
+    ) -> Slot | None:
+        """Return a slot for a chunk, see :meth:`Ring.claim`; one without a name is never found."""
+        size, places = self._layout(chunk.tokens if chunk.tail else 0)
+        name = self.name(chunk) if is_named else None
+        return self.memory.ring.claim(name, size, share, objects=len(places), deadline=deadline)
+
+    def slot_bytes_of(self, chunk: Chunk) -> int:
+        """Return the bytes of a chunk's slot."""
+        return self._layout(chunk.tokens if chunk.tail else 0)[0]
+
+    def view(self, slot: Slot, chunk: Chunk, shard: int) -> memoryview:
+        """Return the bytes of an object, header included."""
+        start, stop = self._layout(chunk.tokens if chunk.tail else 0)[1][shard]
+        return self.memory.view[slot.offset + start : slot.offset + stop]
+
+    def payload(self, slot: Slot, chunk: Chunk, shard: int) -> torch.Tensor:
+        """Return the payload of an object, uint8 [bytes]."""
+        start, stop = self._layout(chunk.tokens if chunk.tail else 0)[1][shard]
+        offset = slot.offset
+        return self.memory.tensor[offset + start + self._fmt.data_offset : offset + stop]
+
+    @property
+    def most_chunks(self) -> int:
+        """How many chunks the memory keeps if it has nothing else."""
+        ring = self.memory.ring
+        return (ring.capacity - ring.spare_bytes) // self.slot_bytes
+
+    def leading(self, chunks: Sequence[Chunk]) -> int:
+        """Return how many leading chunks are here."""
+        held = self.memory.ring.holds([self.name(chunk) for chunk in chunks])
+        return held.index(False) if False in held else len(chunks)
