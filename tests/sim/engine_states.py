@@ -117,7 +117,8 @@ class Progress:
             assert self._asynchronous or start == self._computed[name]
             start = self._computed[name]
         if self._asynchronous and drafts:
-            drafts = self.guesses[name][: len(drafts)]
+            # The first step behind a hit of all but one token is padded with wrong drafts.
+            drafts = self.guesses.get(name, drafts)[: len(drafts)]
         if not self.drafts:
             # vLLM lists drafts as padding also where the engine makes none.
             count, drafts = count - len(drafts), ()

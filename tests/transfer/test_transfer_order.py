@@ -453,6 +453,17 @@ def test_load_that_joins_an_early_one_has_the_memory_that_early_loads_lack(gate:
         rig.host.ring.release(rig.context.shares.ahead, [held])
 
 
+def test_load_has_time_for_the_bytes_of_other_kinds_before_it(rig: Rig, gate: Gate) -> None:
+    chunks = make_chunks(rig.fmt, 1)
+    rig.put(chunks)
+    ended: list[Piece] = []
+    ahead = rig.loads.load(rig.items(chunks, 20), bytes_ahead=1 << 40, on_done=ended.append)
+    until(lambda: len(ended) == 1)
+    alone = rig.loads.load(rig.items(chunks, 40), on_done=ended.append)
+    until(lambda: len(ended) == 2)
+    assert ahead.deadline > alone.deadline + 60.0
+
+
 def test_early_loads_of_a_storage_at_rest_are_no_trouble(rig: Rig, gate: Gate) -> None:
     chunks = make_chunks(rig.fmt, 2)
     rig.put(chunks)
