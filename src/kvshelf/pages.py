@@ -192,7 +192,7 @@ def _left_in(folder: Path, limit: str, used: str, prefix: str) -> Iterator[tuple
         yield most - now + files, str(folder / limit)
 
 
-def lockable(nbytes: int, unit: int = HUGE_PAGE) -> int:
+def lockable(nbytes: int) -> int:
     """Return the size of the pieces in which memory is page-locked, all but the last one.
 
     A copy between a GPU and memory that lies in two pieces fails.
@@ -201,16 +201,12 @@ def lockable(nbytes: int, unit: int = HUGE_PAGE) -> int:
     ----------
     nbytes : int
         Bytes of the memory.
-    unit : int
-        The pieces are multiples of it.
     """
-    pieces = -(-nbytes // max(unit, LOCKED_AT_ONCE // unit * unit))
-    return -(-nbytes // (pieces * unit)) * unit
+    pieces = -(-nbytes // max(HUGE_PAGE, LOCKED_AT_ONCE // HUGE_PAGE * HUGE_PAGE))
+    return -(-nbytes // (pieces * HUGE_PAGE)) * HUGE_PAGE
 
 
-def page_lock(
-    view: memoryview, device: torch.device | None = None, unit: int = HUGE_PAGE
-) -> Callable[[], None]:
+def page_lock(view: memoryview, device: torch.device | None = None) -> Callable[[], None]:
     """Page-lock mapped memory for all GPUs; return the function that undoes it.
 
     It is locked in pieces of :func:`lockable` bytes. torch's own pinned allocator rounds sizes up
@@ -223,8 +219,6 @@ def page_lock(
     device : torch.device, optional
         A GPU with a context. On a new thread device 0 is current, and a call of CUDA would create
         a context there. So the memory may be unlocked on any thread.
-    unit : int
-        The pieces are multiples of it.
 
     Raises
     ------
@@ -236,7 +230,7 @@ def page_lock(
     on_gpu = device is not None and device.type == "cuda"
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     first, nbytes = address_of(view), view.nbytes
-    piece = lockable(nbytes, unit)
+    piece = lockable(nbytes)
     locked: list[int] = []
     flags = _PORTABLE | (_READ_ONLY if view.readonly else 0)
 

@@ -155,17 +155,18 @@ class ChunkMemory:
         self._piece = max(_PIECE, rounded(first_bytes))
         self._taken = 0
         self._device = device
-        if keeps:
-            self._require_free()
-        region = None if regions is None else regions(self.nbytes)
-        if region is None:
-            self._arena = Arena(self.nbytes, lazy=True, inherited=device is None)
-            self.view, self.tensor = self._arena.view, self._arena.tensor
-            self._closing = [self._arena.close]
-        else:
-            self.view, self.tensor = region.view, bytes_at(region.view)
-            self._closing = [region.release]
+        self._closing: list[Callable[[], None]] = []
         try:
+            if keeps:
+                require_free(self.nbytes + self.nbytes // 16)
+            region = None if regions is None else regions(self.nbytes)
+            if region is None:
+                self._arena = Arena(self.nbytes, lazy=True, inherited=device is None)
+                self.view, self.tensor = self._arena.view, self._arena.tensor
+                self._closing.append(self._arena.close)
+            else:
+                self.view, self.tensor = region.view, bytes_at(region.view)
+                self._closing.append(region.release)
             self.is_pinned = device is not None and self._lock_first(region)
             if region is not None or not (keeps or self.is_pinned):
                 self._extend(self.nbytes)
@@ -173,7 +174,11 @@ class ChunkMemory:
                 self._take_piece()
         except MemoryError as error:
             self._close()
-            raise ConfigError(self._too_little(error)) from error
+            raise ConfigError(
+                f"there is no memory for {self.nbytes} bytes of chunks: {error}. Ask for less"
+                " (memory of an engine, memory_bytes of a ChunkCache), or give the machine or the"
+                " container more memory"
+            ) from error
         if self._taken < self.nbytes:
             self._thread = Background("kvshelf-memory", self._grow, on_start=on_thread_start)
         self.report()
@@ -182,19 +187,6 @@ class ChunkMemory:
         return f"ChunkMemory({self.nbytes} bytes)"
 
     # ------------------------------------------------------------- growth
-
-    def _require_free(self) -> None:
-        try:
-            require_free(self.nbytes + self.nbytes // 16)
-        except MemoryError as error:
-            raise ConfigError(self._too_little(error)) from error
-
-    def _too_little(self, error: Exception) -> str:
-        return (
-            f"there is no memory for {self.nbytes} bytes of chunks: {error}. Ask for less (memory"
-            " of an engine, memory_bytes of a ChunkCache), or give the machine or the container"
-            " more memory"
-        )
 
     def _lock_first(self, region: Region | None) -> bool:
         """Page-lock the first piece, or all of a region; False where that is not possible."""
@@ -401,13 +393,14 @@ class ChunkPlaces:
             places = {}
             end = 0
             for shard in self.shards:
-                size = (
-                    self._fmt.object_size(shard, tokens) if tokens else self._fmt.object_size(shard)
-                )
+                size = self._fmt.object_size(shard, tokens or None)
                 places[shard] = (end, end + size)
                 end += rounded(size)
             layout = self._layouts[tokens] = (end, places)
         return layout
+
+    def _layout_of(self, chunk: Chunk) -> tuple[int, dict[int, tuple[int, int]]]:
+        return self._layout(chunk.tokens if chunk.tail else 0)
 
     def name(self, chunk: Chunk) -> tuple[bytes, str]:
         """Return the name of a chunk in the ring. Keys of other namespaces differ."""
@@ -417,22 +410,22 @@ class ChunkPlaces:
         self, chunk: Chunk, share: Share, *, deadline: float = 0.0, is_named: bool = True
     ) -> Slot | None:
         """Return a slot for a chunk, see :meth:`Ring.claim`; one without a name is never found."""
-        size, places = self._layout(chunk.tokens if chunk.tail else 0)
+        size, places = self._layout_of(chunk)
         name = self.name(chunk) if is_named else None
         return self.memory.ring.claim(name, size, share, objects=len(places), deadline=deadline)
 
     def slot_bytes_of(self, chunk: Chunk) -> int:
         """Return the bytes of a chunk's slot."""
-        return self._layout(chunk.tokens if chunk.tail else 0)[0]
+        return self._layout_of(chunk)[0]
 
     def view(self, slot: Slot, chunk: Chunk, shard: int) -> memoryview:
         """Return the bytes of an object, header included."""
-        start, stop = self._layout(chunk.tokens if chunk.tail else 0)[1][shard]
+        start, stop = self._layout_of(chunk)[1][shard]
         return self.memory.view[slot.offset + start : slot.offset + stop]
 
     def payload(self, slot: Slot, chunk: Chunk, shard: int) -> torch.Tensor:
         """Return the payload of an object, uint8 [bytes]."""
-        start, stop = self._layout(chunk.tokens if chunk.tail else 0)[1][shard]
+        start, stop = self._layout_of(chunk)[1][shard]
         offset = slot.offset
         return self.memory.tensor[offset + start + self._fmt.data_offset : offset + stop]
 

@@ -547,9 +547,9 @@ class Loads(TransferHalf):
                 del self._reading[name]
             wants, reading.wants = reading.wants, []
         if slot is not None and not reading.lent and not reading.is_near:
-            early = any(piece.early for piece, _ in wants)
-            self._ring.seal(slot, stays=self._memory.keeps or early)
-            if self._memory.keeps or early:
+            stays = self._memory.keeps or any(piece.early for piece, _ in wants)
+            self._ring.seal(slot, stays=stays)
+            if stays:
                 self._memory.report()
         is_fresh = not reading.is_near
         while wants:
