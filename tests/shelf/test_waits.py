@@ -11,6 +11,7 @@ import pytest
 
 from kvshelf.backends import Backend, Deadlines
 from kvshelf.backends.guard import GuardedBackend
+from kvshelf.errors import TransientStorageError
 from kvshelf.format.keys import KeyChain
 from kvshelf.format.kinds import FULL, STATE, WINDOW, kind_key
 from kvshelf.format.names import object_name
@@ -115,6 +116,14 @@ def test_pieces_win_over_a_marker(rig: Rig) -> None:
     gate.set()
     until(lambda: wait.ended)
     assert wait.complete and not wait.gave_up
+
+
+def test_wait_goes_on_after_the_folders_could_not_be_listed(rig: Rig) -> None:
+    piece = full(1)[0]
+    rig.faults.add(Fault("folders", error=TransientStorageError(5, "no answer"), times=3))
+    wait = rig.submit([piece])
+    rig.put(piece)
+    until(lambda: wait.complete)
 
 
 def test_nothing_to_wait_for_is_complete(tmp_path: Path) -> None:

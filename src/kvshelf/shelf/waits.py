@@ -275,15 +275,15 @@ class WaitService:
                 hopeful = self._round(hopeful)
             if time.monotonic() >= self._markers_due:
                 self._look_for_markers(waits)
+            quiet = time.monotonic() - self._progress_at > _QUIET_SECONDS
+            # A high-latency storage is spared also beyond the longest pause.
+            longest = math.inf if high_latency else _LONGEST
+            pause = max(shortest, min(cost / (_QUIET_SHARE if quiet else _SHARE), longest))
+            return max(pause, _NOTICED) if self._expects_notices(waits) else pause
         except Exception as error:  # noqa: BLE001 - cache trouble never ends an engine
             self._counters.add("probe_errors")
             self._log.error("waiting for objects failed; it is tried again", exc_info=error)
             return _AFTER_ERROR
-        quiet = time.monotonic() - self._progress_at > _QUIET_SECONDS
-        # A high-latency storage is spared also beyond the longest pause.
-        longest = math.inf if high_latency else _LONGEST
-        pause = max(shortest, min(cost / (_QUIET_SHARE if quiet else _SHARE), longest))
-        return max(pause, _NOTICED) if self._expects_notices(waits) else pause
 
     def _expects_notices(self, waits: Sequence[Wait]) -> bool:
         """Return whether notices of all waits are to come; ask for those of new waits."""
