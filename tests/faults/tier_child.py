@@ -17,7 +17,7 @@ from kvshelf.metrics import Counters
 from kvshelf.shelf.view import ObjectRef
 from kvshelf.tiers.disk_tier import DiskTier
 from tests.faults.crash_child import CHUNK, make_format
-from tests.support.formats import sealed
+from tests.support.formats import hold_buffer, sealed
 
 FMT = make_format()
 
@@ -36,7 +36,7 @@ def write(path: str, max_bytes: int, writer: int, objects: int) -> dict[str, flo
     for number in range(objects):
         chunk = make_chunk(writer, number)
         image = memoryview(sealed(FMT, chunk))
-        tier.keep(FMT, ObjectRef(chunk, 0), image)
+        tier.keep(FMT, ObjectRef(chunk, 0), image, hold_buffer)
         if not tier.drain(60.0):
             raise TimeoutError("the tier does not answer")
         if number % 3 == 0:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kvshelf.format.keys import Chunk
@@ -64,6 +64,11 @@ def make_format(
     """Return the format of such a namespace, by default of blocks as vLLM packs them on CPUs."""
     layout = layout or (f"cpu-vec-bf16-b{BLOCK}" if native else "canonical")
     return ObjectFormat(Namespace(make_record(layers, shape, dtype, layout, **fields), slug))
+
+
+def hold_buffer() -> Callable[[], None]:
+    """Keep a buffer as it is: a ``Hold`` of memory that nobody else uses."""
+    return lambda: None
 
 
 def sealed(fmt: ObjectFormat, chunk: Chunk, shard: int = 0, fill: int | None = None) -> bytearray:

@@ -15,7 +15,7 @@ from kvshelf.shelf.shelf import open_shelf
 from kvshelf.shelf.view import ObjectRef, Presence
 from kvshelf.tiers.memory_tier import MemoryTier
 from kvshelf.tiers.tiered import Tier, TieredShelf
-from tests.support.formats import format_of_kinds, make_format, sealed
+from tests.support.formats import format_of_kinds, hold_buffer, make_format, sealed
 from tests.support.prompts import make_chunks, make_tail
 
 FMT = make_format(shards=2)
@@ -152,7 +152,7 @@ def test_nothing_is_copied_into_the_tier_or_out_of_it(
     tier: MemoryTier, places: ChunkPlaces
 ) -> None:
     image = bytes(sealed(FMT, CHUNKS[0]))
-    tier.keep(FMT, ObjectRef(CHUNKS[0], 0), image)
+    tier.keep(FMT, ObjectRef(CHUNKS[0], 0), image, hold_buffer)
     assert not tier.available
     keep(places, CHUNKS[0])
     buffer = bytearray(FMT.object_size(0))

@@ -43,7 +43,7 @@ from kvshelf.tiers.disk_tier import DiskTier
 from kvshelf.tiers.tiered import TieredShelf, open_configured, open_late
 from tests.faults import tier_child
 from tests.sim.storage import FAR, Fault, FaultyStorage, posix
-from tests.support.formats import make_format, present
+from tests.support.formats import hold_buffer, make_format, present
 from tests.support.prompts import make_chunks, prompt
 from tests.support.threads import none_can_be_started
 from tests.support.transfers import Rig
@@ -79,12 +79,14 @@ class Machine:
 
     def __init__(self, remote: Backend, tier: Path, **options: Any) -> None:
         self.counters = Counters()
+        memory_chunks = options.pop("memory_chunks", 16)
         self.tier = DiskTier(
             tier, options.pop("max_bytes", ROOM), counters=self.counters, **options
         )
         self.rig = Rig(
             remote,
             fmt=FMT,
+            memory_chunks=memory_chunks,
             in_front=lambda shelf: TieredShelf(shelf, [self.tier]),
         )
         self.lookups = LookupService(
@@ -300,18 +302,18 @@ def test_a_load_does_not_wait_for_its_copies(
     start(remote, "other tier").put(chunks)
     go = threading.Event()
     hang_objects(monkeypatch, lambda: go)
-    monkeypatch.setattr(tier_module, "QUEUE_BYTES", 5 * max(map(FMT.object_size, SHARDS)))
-    machine = start(remote)
+    machine = start(remote, memory_chunks=4)
     load, items = machine.rig.load(chunks, 20)
     assert load.failed_at is None
     assert all(machine.rig.holds(item) for item in items)
-    # There is memory for five copies, or for a few less where they are aligned.
-    assert machine.count("disk_tier_dropped_objects") in (7, 8)
+    # The queue holds half of the memory.
+    assert machine.count("disk_tier_dropped_objects") == 4 * FMT.shards
+    assert machine.rig.chunks_in_use == 2
     go.set()
     assert machine.tier.drain(PATIENCE)
     monkeypatch.undo()
     assert machine.load(chunks)
-    assert machine.count("disk_tier_loaded_objects") in (4, 5)
+    assert machine.count("disk_tier_loaded_objects") == 2 * FMT.shards
 
 
 def test_the_use_of_a_copy_is_recorded(
@@ -355,11 +357,11 @@ def test_an_object_is_queued_once_and_can_be_removed_from_the_queue(
         FMT.seal(memoryview(buffer), ref.chunk, 0)
         assert not machine.tier.is_queued(FMT, ref)
         for _ in range(3):
-            machine.tier.keep(FMT, ref, buffer)
+            machine.tier.keep(FMT, ref, buffer, hold_buffer)
             assert machine.tier.is_queued(FMT, ref)
     # The first is being written. It is not taken again either.
     assert written.wait(PATIENCE)
-    machine.tier.keep(FMT, refs[0], data[0])
+    machine.tier.keep(FMT, refs[0], data[0], hold_buffer)
     assert machine.tier.remove(FMT, refs[1:2]) == 1
     assert not machine.tier.is_queued(FMT, refs[1])
     with ThreadPoolExecutor(1) as pool:
@@ -654,7 +656,7 @@ def test_a_tier_that_is_the_shelf_by_another_name_removes_nothing(
                 tier.check_disjoint(shelf.backend)
         assert not tier.available
         image = copy_of(root, chunks[0], 0).read_bytes()
-        tier.keep(FMT, ObjectRef(chunks[0], 0), image)
+        tier.keep(FMT, ObjectRef(chunks[0], 0), image, hold_buffer)
         assert tier.drain(PATIENCE)
     assert files(root) == before
 

@@ -23,7 +23,7 @@ from kvshelf.tiers.disk_tier import DiskTier
 from kvshelf.tiers.tiered import TieredShelf
 from tests.faults.crash_child import make_format
 from tests.sim.storage import Fault, FaultyStorage
-from tests.support.formats import sealed
+from tests.support.formats import hold_buffer, sealed
 from tests.support.prompts import make_chunks
 from tests.support.waiting import PATIENCE, PATIENT
 
@@ -75,7 +75,9 @@ class _Tiered(RuleBasedStateMachine):
         copies = self.copies()
         self.counting.add(Fault("write", error=NoSpaceStorageError(28, "full"), times=1))
         with pytest.raises(NoSpaceStorageError):
-            self.tiered.view(FMT).publish(ObjectRef(*ITEMS[number]), image_of(number))
+            self.tiered.view(FMT).publish(
+                ObjectRef(*ITEMS[number]), image_of(number), hold=hold_buffer
+            )
         self.settle()
         assert self.copies() == copies
         self.counting.heal()
@@ -85,7 +87,9 @@ class _Tiered(RuleBasedStateMachine):
     def store(self, number: int) -> None:
         copy = self.path(self.near, number)
         cut = copy.exists() and copy.stat().st_size != SIZE
-        result = self.tiered.view(FMT).publish(ObjectRef(*ITEMS[number]), image_of(number))
+        result = self.tiered.view(FMT).publish(
+            ObjectRef(*ITEMS[number]), image_of(number), hold=hold_buffer
+        )
         assert (result is WriteResult.EXISTED) == (number in self.stored)
         self.stored.add(number)
         self.settle()
@@ -99,9 +103,10 @@ class _Tiered(RuleBasedStateMachine):
         near = number in self.copies() - self.damaged
         self.counting.counts.clear()
         image = bytearray(SIZE)
-        try:
-            self.tiered.view(FMT).load(ObjectRef(*ITEMS[number]), memoryview(image))
-        except ObjectMissingError:
+        chunk, shard = ITEMS[number]
+        failed = self.tiered.view(FMT).load_all(chunk, [shard], [memoryview(image)], hold_buffer)
+        if failed is not None:
+            assert isinstance(failed.error, ObjectMissingError)
             assert not near
             assert number not in self.stored
         else:

@@ -17,7 +17,7 @@ from kvshelf.tiers.tiered import TieredShelf
 from kvshelf.transfer.loads import Loads
 from kvshelf.transfer.stores import StoreOutcome
 from tests.sim.storage import Fault, FaultyStorage, posix
-from tests.support.formats import format_of_kinds
+from tests.support.formats import format_of_kinds, hold_buffer
 from tests.support.prompts import make_chunks
 from tests.support.waiting import PATIENCE, until
 from tests.transfer.byte_transfers import ByteTransfers, bytes_of
@@ -237,7 +237,7 @@ def test_copies_in_tiers_are_of_one_kind(tmp_path: Path) -> None:
         state = views[STATE]
         for shard in range(SHARDS[STATE]):
             buffer = bytearray(state.fmt.object_size(shard))
-            state.load(ObjectRef(chunk, shard), memoryview(buffer))
+            assert state.load_all(chunk, [shard], [memoryview(buffer)], hold_buffer) is None
         assert tier.drain(PATIENCE)
         for kind in SHARDS:
             kinds.path(kind, chunk).unlink()

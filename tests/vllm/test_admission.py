@@ -33,7 +33,7 @@ from tests.sim.engine_sides import (
 )
 from tests.sim.storage import posix
 from tests.support.clocks import Clock
-from tests.support.formats import sealed
+from tests.support.formats import hold_buffer, sealed
 from tests.support.prompts import prompt
 from tests.support.waiting import until
 
@@ -480,7 +480,7 @@ class BehindDiskTier(Engine):
         chunks = [chunk for one in self.near for chunk in self.side.chunks(one.prompt_token_ids)]
         refs = [ObjectRef(chunk, shard) for chunk in chunks for shard in range(fmt.shards)]
         for ref in refs:
-            tier.keep(fmt, ref, sealed(fmt, *ref))
+            tier.keep(fmt, ref, sealed(fmt, *ref), hold_buffer)
         until(lambda: all(tier.holds(fmt, refs)))
 
     def learn_loads(self, far: float, near: float) -> None:

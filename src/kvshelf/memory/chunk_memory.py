@@ -6,13 +6,14 @@ how the objects of a chunk lie in a slot of it (:class:`ChunkPlaces`).
 
 Contracts
 ---------
-* Loads have a spare slot for each thread (:meth:`ChunkMemory.serve`). Of the rest, stores pin at
-  most half, and what is read ahead at most half; of both, each kind has its part.
-* Memory for a GPU, and memory that keeps chunks, is there before it is used: it is taken piece by
-  piece, the first one by the constructor, the others by a thread that rests between them. It is
-  started by :meth:`ChunkMemory.grow`: while vLLM captures graphs no memory may be locked. Where the
-  system refuses a further piece, the memory stays as it is, and one warning says so. Other memory
-  is taken when it is first written to.
+* Loads have a spare slot for each thread (:meth:`ChunkMemory.serve`). Of the rest, stores may hold
+  half, and read-ahead and the queue of a disk tier the other half. Each half is divided among the
+  kinds.
+* Memory for a GPU, and memory that keeps chunks, is there before it is used. The constructor takes
+  the first piece. A thread takes the others, and rests between them; :meth:`ChunkMemory.grow`
+  starts it, since no memory may be page-locked while vLLM captures graphs. Where the system refuses
+  a piece, the memory stays as large as it is, and one warning says so. Other memory is taken when
+  it is first written to.
 * The memory is given back when it is closed and nobody holds a slot: a thread that never returns
   from the storage keeps all of it.
 * Any thread may call all methods; none waits, but for the constructor.
@@ -100,15 +101,16 @@ class ChunkMemory:
     ----------
     nbytes : int
     keeps : bool
-        Keep what was stored and loaded until it is evicted: so much memory must be free now.
+        Keep what was stored and loaded until it is evicted. So much memory, and a sixteenth more,
+        must be free now.
         False: of chunks that nobody holds only those that were read ahead stay.
     first_bytes : int
         Take at least so much at once.
     device : torch.device, optional
         The GPU on which the caches are: the memory is page-locked, if the system allows it.
     regions : Callable, optional
-        Takes the memory, in place of the system: that from which a node server takes what is
-        stored.
+        Takes the memory in place of the system: from memory that a node server shares, and reads
+        stored chunks from.
     counters : Counters, optional
         Gets what is here, see :meth:`report`.
     on_thread_start : Callable, optional
@@ -147,7 +149,7 @@ class ChunkMemory:
         self.loads = Share(self.nbytes, may_take_spares=True)
         self._users: dict[Hashable, Shares] = {}
         self._counters = Counters() if counters is None else counters
-        self._reported = (0, 0, 0, 0)
+        self._reported = self.ring.stats()
         self._lock = threading.Lock()
         self._is_growing = False
         self._over = threading.Event()
@@ -226,15 +228,14 @@ class ChunkMemory:
     def _divide(self) -> None:
         """Make the spare slots; stores, and what is read ahead, have half each of the rest."""
         with self._lock:
-            users = list(self._users.values())
-        counts: Counter[int] = Counter()
-        for user in users:
-            counts[user.slot_bytes] += user.threads
-        self.ring.ensure_spares(counts)
-        half = (self.ring.capacity - self.ring.spare_bytes) // 2
-        total = sum(user.weight for user in users)
-        for user in users:
-            user.stores.limit = user.ahead.limit = int(half * user.weight / total)
+            counts: Counter[int] = Counter()
+            for user in self._users.values():
+                counts[user.slot_bytes] += user.threads
+            self.ring.ensure_spares(counts)
+            half = (self.ring.capacity - self.ring.spare_bytes) // 2
+            total = sum(user.weight for user in self._users.values())
+            for user in self._users.values():
+                user.stores.limit = user.ahead.limit = int(half * user.weight / total)
 
     def _grow(self) -> float | None:
         """Take the next piece; return for how many seconds to rest. On the thread alone."""
@@ -255,6 +256,7 @@ class ChunkMemory:
                 error,
             )
             self.nbytes = self._taken
+        self.report()
         with self._lock:
             self._is_growing = False
             is_over = self._over.is_set()
@@ -275,7 +277,7 @@ class ChunkMemory:
             Threads that load; fewer where there is no memory for so many spare slots.
         slot_bytes : int
         share : float
-            How many chunks of the kind are held for one of other kinds.
+            Chunks of this kind for each chunk of a kind whose share is 1.
 
         Raises
         ------
@@ -305,7 +307,7 @@ class ChunkMemory:
         return shares
 
     def grow(self) -> None:
-        """Take the rest of the memory in the background, if that is due."""
+        """Take the rest of the memory in the background, if any is left to take."""
         if self._thread is not None:
             self._thread.start()
 
@@ -313,13 +315,12 @@ class ChunkMemory:
         """Bring the metrics of the memory up to date."""
         counters = self._counters
         with self._lock:
-            stats = self.ring.stats()
-            counts = stats[-4:]
-            changes = [now - before for now, before in zip(counts, self._reported, strict=True)]
-            self._reported = counts
-        for name, change in zip(_COUNTS, changes, strict=True):
+            stats, reported = self.ring.stats(), self._reported
+            self._reported = stats
+        for name in ("stored_objects", "stored_bytes", "evicted_objects", "evicted_bytes"):
+            change = getattr(stats, name) - getattr(reported, name)
             if change > 0:
-                counters.add(name, change)
+                counters.add(f"memory_tier_{name}", change)
         counters.set_gauge("staging_limit_bytes", stats.capacity)
         counters.set_gauge("staging_used_bytes", stats.pinned_bytes)
         counters.set_gauge("memory_tier_limit_bytes", self.nbytes if self.keeps else 0)
@@ -349,14 +350,6 @@ class ChunkMemory:
             self._closing.pop(0)()
 
 
-_COUNTS: Final = (
-    "memory_tier_stored_objects",
-    "memory_tier_stored_bytes",
-    "memory_tier_evicted_objects",
-    "memory_tier_evicted_bytes",
-)
-
-
 class ChunkPlaces:
     """How the objects of a chunk of one kind lie in a slot: one behind the other, aligned.
 
@@ -365,7 +358,7 @@ class ChunkPlaces:
     memory : ChunkMemory
     fmt : ObjectFormat
     shards : Sequence of int
-        Those of each chunk that this process has.
+        The shards of every chunk that this process reads or writes.
 
     Attributes
     ----------
@@ -385,9 +378,10 @@ class ChunkPlaces:
         #: By the tokens of a tail, 0 for whole chunks: the bytes of a slot, and where objects lie.
         self._layouts: dict[int, tuple[int, dict[int, tuple[int, int]]]] = {}
         self.chunk_bytes = sum(fmt.object_size(shard) for shard in shards)
-        self.slot_bytes = self._layout(0)[0]
+        self.slot_bytes = self._layout()[0]
 
-    def _layout(self, tokens: int) -> tuple[int, dict[int, tuple[int, int]]]:
+    def _layout(self, chunk: Chunk | None = None) -> tuple[int, dict[int, tuple[int, int]]]:
+        tokens = chunk.tokens if chunk is not None and chunk.tail else 0
         layout = self._layouts.get(tokens)
         if layout is None:
             places = {}
@@ -399,9 +393,6 @@ class ChunkPlaces:
             layout = self._layouts[tokens] = (end, places)
         return layout
 
-    def _layout_of(self, chunk: Chunk) -> tuple[int, dict[int, tuple[int, int]]]:
-        return self._layout(chunk.tokens if chunk.tail else 0)
-
     def name(self, chunk: Chunk) -> tuple[bytes, str]:
         """Return the name of a chunk in the ring. Keys of other namespaces differ."""
         return chunk.key, self._kind
@@ -410,22 +401,29 @@ class ChunkPlaces:
         self, chunk: Chunk, share: Share, *, deadline: float = 0.0, is_named: bool = True
     ) -> Slot | None:
         """Return a slot for a chunk, see :meth:`Ring.claim`; one without a name is never found."""
-        size, places = self._layout_of(chunk)
+        size, places = self._layout(chunk)
         name = self.name(chunk) if is_named else None
         return self.memory.ring.claim(name, size, share, objects=len(places), deadline=deadline)
 
+    def hold(self, slot: Slot, share: Share) -> Callable[[], None] | None:
+        """Pin a slot, which the caller holds, once more; return what ends that, or None."""
+        ring = self.memory.ring
+        if not ring.pin(slot, share):
+            return None
+        return lambda: ring.release(share, [slot])
+
     def slot_bytes_of(self, chunk: Chunk) -> int:
         """Return the bytes of a chunk's slot."""
-        return self._layout_of(chunk)[0]
+        return self._layout(chunk)[0]
 
     def view(self, slot: Slot, chunk: Chunk, shard: int) -> memoryview:
         """Return the bytes of an object, header included."""
-        start, stop = self._layout_of(chunk)[1][shard]
+        start, stop = self._layout(chunk)[1][shard]
         return self.memory.view[slot.offset + start : slot.offset + stop]
 
     def payload(self, slot: Slot, chunk: Chunk, shard: int) -> torch.Tensor:
         """Return the payload of an object, uint8 [bytes]."""
-        start, stop = self._layout_of(chunk)[1][shard]
+        start, stop = self._layout(chunk)[1][shard]
         offset = slot.offset
         return self.memory.tensor[offset + start + self._fmt.data_offset : offset + stop]
 

@@ -17,7 +17,8 @@ Contracts
   a deadline. Loads need no wait. A load thread holds at most one slot that is filling, and there is
   a spare slot for each load thread; stores and what is read ahead never hold those. So a load goes
   on, whatever else hangs.
-* A call looks at no more than ``looks`` slots. Nothing is evicted for what finds no room.
+* A call looks at no more than ``looks`` slots. Nothing is evicted for what finds no room, unless
+  so many slots lie side by side that no call could look at enough of them.
 * Any thread may call all methods. One lock; nothing else is called with it.
 """
 
@@ -29,15 +30,15 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
-#: Offsets and sizes of slots are multiples of it.
+#: Offsets and sizes of slots are multiples of it, unless a ring has another alignment.
 ALIGNMENT: Final = 4096
 #: Slots that one call looks at: a quarter of a millisecond at worst.
 LOOKS: Final = 700
 
 
-def rounded(nbytes: int) -> int:
-    """Round a size up to a multiple of :data:`ALIGNMENT`."""
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+def rounded(nbytes: int, alignment: int = ALIGNMENT) -> int:
+    """Round a size up to a multiple of the alignment."""
+    return -(-nbytes // alignment) * alignment
 
 
 @dataclass(eq=False, slots=True)
@@ -47,7 +48,7 @@ class Slot:
     Attributes
     ----------
     offset, nbytes : int
-        Where it lies; multiples of :data:`ALIGNMENT`.
+        Where it lies; multiples of the ring's alignment.
     name : Hashable
         What can be found in it; None: nothing.
     size : int
@@ -131,6 +132,8 @@ class Ring:
     ----------
     on_end : Callable, optional
         Called once, when the ring is closed and no slot is pinned.
+    alignment : int
+        Offsets and sizes of slots are multiples of it.
 
     Attributes
     ----------
@@ -140,7 +143,10 @@ class Ring:
         Those of them that are spare slots.
     """
 
-    def __init__(self, on_end: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, on_end: Callable[[], None] = lambda: None, *, alignment: int = ALIGNMENT
+    ) -> None:
+        self._alignment = alignment
         self.capacity = self.spare_bytes = 0
         self._on_end = on_end
         self._changed = threading.Condition()
@@ -166,7 +172,8 @@ class Ring:
     def extend(self, nbytes: int) -> None:
         """Add memory behind the end. No slot lies across the border."""
         with self._changed:
-            start, self.capacity = self.capacity, self.capacity + nbytes // ALIGNMENT * ALIGNMENT
+            start = self.capacity
+            self.capacity += nbytes // self._alignment * self._alignment
             wall = Slot(self.capacity, 0, pins=1, _next=self._wall.next)
             fresh = Slot(start, self.capacity - start, _next=wall)
             self._wall._next = self._hand = fresh
@@ -176,10 +183,10 @@ class Ring:
     def ensure_spares(self, counts: Mapping[int, int]) -> None:
         """Have spare slots, as far as there is room: so many of each size, in bytes."""
         with self._changed:
-            needed = [rounded(size) for size, count in counts.items() for _ in range(count)]
-            needed.sort(reverse=True)
+            sizes = [size for size, count in counts.items() for _ in range(count)]
             there = sorted(self._spare_sizes, reverse=True)
-            for nbytes in needed:
+            for size in sorted(sizes, reverse=True):
+                nbytes = rounded(size, self._alignment)
                 if there and there[0] >= nbytes:
                     del there[0]
                     continue
@@ -224,7 +231,7 @@ class Ring:
         Slot or None
             None: there is no room, or the ring is closed.
         """
-        nbytes = rounded(size)
+        nbytes = rounded(size, self._alignment)
         with self._changed:
             while not self._closed:
                 slot = self._named.get(name)
@@ -264,18 +271,19 @@ class Ring:
             slot.is_used = True
             return self._pin(slot, share)
 
-    def pin(self, slot: Slot, share: Share) -> bool:
-        """Pin a sealed slot, which the caller holds, once more, and let it stay.
+    def pin(self, slot: Slot, share: Share, *, stays: bool = False) -> bool:
+        """Pin a slot, which the caller holds, once more; let it stay if it `stays`.
 
         Returns
         -------
         bool
-            False: the share has no room for it, or it is not found under its name.
+            False: the share has no room for it, it shall stay and its name is not found, or the
+            ring is closed.
         """
         with self._changed:
-            if self._named.get(slot.name) is not slot or not self._may_pin(slot, share):
+            if (stays and self._named.get(slot.name) is not slot) or not self._may_pin(slot, share):
                 return False
-            self._keep(slot, stays=True)
+            self._keep(slot, stays)
             self._pin(slot, share)
             return True
 
@@ -347,7 +355,7 @@ class Ring:
         self._changed.notify_all()
 
     def _may_pin(self, slot: Slot, share: Share) -> bool:
-        if slot.is_spare and not share.may_take_spares:
+        if self._closed or (slot.is_spare and not share.may_take_spares):
             return False
         if slot in share._pins or not share._pins:
             return True
@@ -455,9 +463,15 @@ class Ring:
         if most == 3 * self._count:
             self._refused = nbytes, self._changes
             return None
-        # The next call looks on from here.
-        self._hand = first
-        return None if large_enough is None else self._merge(*large_enough, nbytes)
+        if large_enough is not None:
+            return self._merge(*large_enough, nbytes)
+        if first is self._hand and room and most < self._count:
+            # Slots so small that one call cannot look at enough of them: the next call begins with
+            # one slot in their place.
+            self._hand = self._merge(first, slot, room, room)
+        else:
+            self._hand = first
+        return None
 
     def _merge(self, first: Slot, behind: Slot, room: int, nbytes: int) -> Slot:
         """Make a slot of `nbytes` of the slots from `first` up to `behind`, and one of the rest."""

@@ -14,9 +14,11 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Sequence
+from typing import Final
 
 from kvshelf.backends import WriteResult
 from kvshelf.backends.base import StatResults, WriteMode, probe
+from kvshelf.buffers import BufferPool
 from kvshelf.errors import StorageError
 from kvshelf.format.keys import Chunk
 from kvshelf.memory.arena import copy_bytes
@@ -25,6 +27,9 @@ from kvshelf.server.namespaces import NamedObject
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.shelf.view import ObjectRef
 from kvshelf.tiers.disk_tier import DiskTier
+
+#: Most memory for objects that wait to be written to the disk tier.
+_COPIES_BYTES: Final = 256 << 20
 
 
 class Copied:
@@ -68,6 +73,7 @@ class Storage:
         self._counters = counters
         self._backend = shelf.backend
         self._tier = disk_tier
+        self._copies = BufferPool(_COPIES_BYTES)
         if disk_tier is not None:
             disk_tier.attach(shelf.backend)
 
@@ -116,7 +122,7 @@ class Storage:
                 return chunk
         chunk = self._shelf.view(fmt).load_named(parsed, buffer)
         if self._tier is not None:
-            self._tier.keep(fmt, ObjectRef(chunk, parsed.shard), buffer)
+            self._keep(self._tier, found, chunk, buffer)
         return chunk
 
     def publish(
@@ -159,8 +165,19 @@ class Storage:
             result is not WriteResult.EXISTED or probe(self._backend, found.name) == buffer.nbytes
         )
         if kept and self._tier is not None:
-            self._tier.keep(fmt, ObjectRef(chunk, parsed.shard), buffer)
+            self._keep(self._tier, found, chunk, buffer)
         return result, chunk, kept
+
+    def _keep(self, tier: DiskTier, found: NamedObject, chunk: Chunk, buffer: memoryview) -> None:
+        """Copy an object for the tier: its memory may be another object's before it is written."""
+        ref = ObjectRef(chunk, found.parsed.shard)
+        copy = None if tier.is_queued(found.fmt, ref) else self._copies.allocate(buffer.nbytes)
+        if copy is None:
+            tier.keep(found.fmt, ref, buffer, lambda: None)
+            return
+        with copy:
+            copy_bytes(copy.view, buffer)
+            tier.keep(found.fmt, ref, copy.view, lambda: copy.share().release)
 
     def forget(self, found: NamedObject) -> None:
         """Remove an object from the tier. Best effort."""

@@ -24,17 +24,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from itertools import islice, repeat
-from typing import Final, NamedTuple, Protocol, TypeVar
+from typing import Final, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from kvshelf.backends import NOT_REGULAR, BytesLike, StatResult, StatResults, Whole, WriteResult
 from kvshelf.backends.base import delete_one
 from kvshelf.backends.guard import GuardedBackend
-from kvshelf.errors import (
-    BadObjectError,
-    ObjectMissingError,
-    PermanentStorageError,
-    StorageError,
-)
+from kvshelf.errors import BadObjectError, ObjectMissingError, PermanentStorageError, StorageError
 from kvshelf.format.keys import Chunk
 from kvshelf.format.kinds import Kind
 from kvshelf.format.names import (
@@ -101,6 +96,11 @@ class Pinned(Protocol):
 
     def release(self) -> None:
         """Give the bytes back. Called exactly once."""
+
+
+#: Keeps the memory of a buffer as it is, until the function that it returns is called; None: the
+#: memory is needed for other things. Any thread may call both; none blocks.
+Hold: TypeAlias = "Callable[[], Callable[[], None] | None]"
 
 
 class Presence(Enum):
@@ -192,7 +192,11 @@ class ShelfView(ABC):
 
     @abstractmethod
     def load_all(
-        self, chunk: Chunk, shards: Sequence[int], buffers: Sequence[memoryview]
+        self,
+        chunk: Chunk,
+        shards: Sequence[int],
+        buffers: Sequence[memoryview],
+        hold: Hold | None = None,
     ) -> FailedRead | None:
         """Read and verify objects of a chunk, in one call of the storage where it can do that.
 
@@ -203,6 +207,8 @@ class ShelfView(ABC):
             At least one.
         buffers : Sequence of memoryview
             As for :meth:`load`, one for each object.
+        hold : Hold, optional
+            Of the memory of the buffers. Without it no tier gets a copy of the objects.
 
         Returns
         -------
@@ -244,7 +250,9 @@ class ShelfView(ABC):
         return None
 
     @abstractmethod
-    def publish(self, ref: ObjectRef, buffer: BytesLike, *, suspect: bool = False) -> WriteResult:
+    def publish(
+        self, ref: ObjectRef, buffer: BytesLike, *, suspect: bool = False, hold: Hold | None = None
+    ) -> WriteResult:
         """Publish one object, or replace the one in its place if that is bad.
 
         Parameters
@@ -257,6 +265,8 @@ class ShelfView(ABC):
             alone only if it is good: another engine may have replaced it already. Otherwise an
             object of the right size is left alone. In both cases an object of wrong size is
             replaced, and something that is not a regular file is moved out of the way.
+        hold : Hold, optional
+            As for :meth:`load_all`.
 
         Returns
         -------
@@ -284,9 +294,7 @@ def _presence(found: StatResult, size: int) -> Presence:
     return Presence.WRONG_SIZE if isinstance(found, int) else Presence.ERROR
 
 
-def find_together(
-    asked: Sequence[tuple[ShelfView, Sequence[ObjectRef]]],
-) -> list[list[Presence]]:
+def find_together(asked: Sequence[tuple[ShelfView, Sequence[ObjectRef]]]) -> list[list[Presence]]:
     """Find objects of several kinds of one namespace, with at most one call of the storage.
 
     Parameters
@@ -351,12 +359,7 @@ class NamespaceView(ShelfView):
         Gets the times of probes, reads, verifications and writes.
     """
 
-    def __init__(
-        self,
-        backend: GuardedBackend,
-        fmt: ObjectFormat,
-        counters: Counters,
-    ) -> None:
+    def __init__(self, backend: GuardedBackend, fmt: ObjectFormat, counters: Counters) -> None:
         super().__init__(backend, fmt)
         self._counters = counters
         self._log = RateLimitedLog(logger)
@@ -491,7 +494,9 @@ class NamespaceView(ShelfView):
 
     # ------------------------------------------------------------------------------------ writes
 
-    def publish(self, ref: ObjectRef, buffer: BytesLike, *, suspect: bool = False) -> WriteResult:
+    def publish(
+        self, ref: ObjectRef, buffer: BytesLike, *, suspect: bool = False, hold: Hold | None = None
+    ) -> WriteResult:
         """Publish one object, or replace a bad one, see :meth:`ShelfView.publish`."""
         size = self.size(*ref)
         given = memoryview(buffer).nbytes
@@ -619,7 +624,11 @@ class NamespaceView(ShelfView):
     # ------------------------------------------------------------------------------------- loads
 
     def load_all(
-        self, chunk: Chunk, shards: Sequence[int], buffers: Sequence[memoryview]
+        self,
+        chunk: Chunk,
+        shards: Sequence[int],
+        buffers: Sequence[memoryview],
+        hold: Hold | None = None,
     ) -> FailedRead | None:
         """Read and verify objects, see :meth:`ShelfView.load_all`."""
         shard = shards[0]

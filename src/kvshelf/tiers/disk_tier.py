@@ -8,8 +8,8 @@ Contracts
 ---------
 * What is read from the tier is verified like any object. A bad copy is removed; the shelf serves
   the load, which brings a new copy.
-* One thread of the tier writes to it. Objects queue for it in a bounded amount of memory, each
-  once; an object that does not fit is not copied. Neither loads nor stores wait.
+* One thread of the tier writes to it. Objects queue for it in the memory in which they lie, each
+  once; an object whose memory cannot be held is not copied. Neither loads nor stores wait.
 * A directory that fails or takes no writes has a circuit breaker of its own. While it is open only
   the copies are missing. A thread that is stuck in the directory counts as stuck in the shelf
   behind, whose watchers replace it.
@@ -29,14 +29,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, TypeAlias
 
-import torch
-
 from kvshelf.backends import Backend, BytesLike, WriteResult
 from kvshelf.backends.base import delete_one
 from kvshelf.backends.breaker import DEFAULT_BACKOFF, Backoff
 from kvshelf.backends.guard import GuardedBackend
 from kvshelf.backends.posix import PosixBackend
-from kvshelf.buffers import Buffer, BufferPool
 from kvshelf.capacity.keeper import Keeper
 from kvshelf.capacity.uses import Uses
 from kvshelf.config import CapacityConfig
@@ -59,15 +56,13 @@ from kvshelf.metrics import Counters
 from kvshelf.shelf.opening import START_SECONDS, Opening
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.shelf.threads import StorageThreads
-from kvshelf.shelf.view import NamespaceView, ObjectRef, Presence
+from kvshelf.shelf.view import Hold, NamespaceView, ObjectRef, Presence
 from kvshelf.tiers.directories import mark, share_files, take_directory
 
 __all__ = ["DiskTier"]
 
 logger = logging.getLogger(__name__)
 
-#: Most host memory for objects that wait to be copied to a disk tier.
-QUEUE_BYTES: Final = 256 << 20
 #: Seconds after which a use of the same copy is recorded again.
 _USE_SECONDS: Final = 0.5
 _CLOSE_SECONDS: Final = 1.0
@@ -118,7 +113,9 @@ class _Copy:
 
     fmt: ObjectFormat
     ref: ObjectRef
-    buffer: Buffer
+    buffer: BytesLike
+    #: Ends the hold of the buffer.
+    release: Callable[[], None]
 
 
 def _key(fmt: ObjectFormat, ref: ObjectRef) -> _Key:
@@ -183,7 +180,6 @@ class DiskTier:
         self._counters = Counters() if counters is None else counters
         self._backoff = backoff
         self._on_thread_start = on_thread_start
-        self._pool = BufferPool(QUEUE_BYTES)
         self._work = threading.Condition()
         self._copies: OrderedDict[_Key, _Copy] = OrderedDict()
         #: Copies that are being written: several where a stuck thread has been replaced.
@@ -391,40 +387,23 @@ class DiskTier:
                     errno.ETIMEDOUT, "a copy is being written and cannot be removed", self.path
                 )
         if waiting is not None:
-            waiting.buffer.release()
+            waiting.release()
         return shelf.view(fmt).delete(ref) or waiting is not None
 
-    def keep(self, fmt: ObjectFormat, ref: ObjectRef, buffer: BytesLike) -> None:
-        """Copy an object into the queue of those to write, if it fits.
-
-        One that is in the queue already is not copied again.
-        """
-        if not self.is_queued(fmt, ref) and not self._queue(fmt, ref, memoryview(buffer)):
-            self._counters.add("disk_tier_dropped_objects")
-
-    def _queue(self, fmt: ObjectFormat, ref: ObjectRef, view: memoryview) -> bool:
-        """Copy an object; return whether it is in the queue."""
-        shelf = self._available()
-        if shelf is None or shelf.read_only or self._closing.is_set():
-            return False
-        copy = self._pool.allocate(view.nbytes)
-        if copy is None:
-            return False
-        if view.readonly:
-            copy.view[:] = view.cast("B")
-        else:
-            # By torch, which releases the GIL meanwhile.
-            copy.tensor.copy_(torch.frombuffer(view, dtype=torch.uint8))
+    def keep(self, fmt: ObjectFormat, ref: ObjectRef, buffer: BytesLike, hold: Hold) -> None:
+        """Queue an object to be written, unless it is in the queue or its memory cannot be held."""
         key = _key(fmt, ref)
         with self._work:
-            # Another thread may have been quicker.
-            queued = key in self._copies or key in self._writing
-            if not queued and not self._closing.is_set() and self._start_thread():
-                self._copies[key] = _Copy(fmt, ref, copy)
+            if key in self._copies or key in self._writing:
+                return
+            shelf = self._available()
+            takes = shelf is not None and not shelf.read_only and not self._closing.is_set()
+            release = hold() if takes and self._start_thread() else None
+            if release is not None:
+                self._copies[key] = _Copy(fmt, ref, buffer, release)
                 self._work.notify_all()
-                return True
-        copy.release()
-        return queued
+                return
+        self._counters.add("disk_tier_dropped_objects")
 
     def _start_thread(self) -> bool:
         """Start the thread if needed; return whether there is one. The caller holds the lock."""
@@ -481,18 +460,18 @@ class DiskTier:
             except Exception as error:
                 logger.error("the disk tier was not written to", exc_info=error)
             finally:
-                item.buffer.release()
+                item.release()
                 with self._work:
                     self._writing.remove(_key(item.fmt, item.ref))
                     self._work.notify_all()
 
     def _write(self, shelf: Shelf, item: _Copy) -> None:
-        size = len(item.buffer)
+        size = memoryview(item.buffer).nbytes
         if size > self.max_bytes or self._refused:
             self._counters.add("disk_tier_dropped_objects")
             return
         mark(shelf.backend)
-        result = shelf.view(item.fmt).publish(item.ref, item.buffer.view)
+        result = shelf.view(item.fmt).publish(item.ref, item.buffer)
         if result is not WriteResult.EXISTED:
             self._counters.add("disk_tier_stored_bytes", size)
 
@@ -515,13 +494,12 @@ class DiskTier:
         self._closing.set()
         with self._work:
             for copy in self._copies.values():
-                copy.buffer.release()
+                copy.release()
             self._copies.clear()
             self._work.notify_all()
         if self._threads is not None:
             self._threads.close()
             self._threads.join(_CLOSE_SECONDS)
-        self._pool.close()
         if self._keeper is not None:
             self._keeper.close()
         self._opening.close()

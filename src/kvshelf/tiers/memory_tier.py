@@ -12,7 +12,7 @@ from kvshelf.backends import BytesLike
 from kvshelf.backends.guard import GuardedBackend
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.memory.chunk_memory import ChunkPlaces
-from kvshelf.shelf.view import ObjectRef
+from kvshelf.shelf.view import Hold, ObjectRef
 
 
 class MemoryTier:
@@ -40,7 +40,7 @@ class MemoryTier:
         """Return False: loads ask the memory before they ask a tier."""
         return False
 
-    def keep(self, fmt: ObjectFormat, ref: ObjectRef, buffer: BytesLike) -> None:
+    def keep(self, fmt: ObjectFormat, ref: ObjectRef, buffer: BytesLike, hold: Hold) -> None:
         """Do nothing: what is read or stored lies in the memory already."""
 
     def remove(self, fmt: ObjectFormat, refs: Sequence[ObjectRef]) -> int:

@@ -28,7 +28,7 @@ from kvshelf.format.objects import ObjectFormat
 from kvshelf.memory.arena import copy_bytes
 from kvshelf.metrics import Counters
 from kvshelf.shelf.shelf import Shelf
-from kvshelf.shelf.view import FailedRead, NamespaceView, ObjectRef, Pinned
+from kvshelf.shelf.view import FailedRead, Hold, NamespaceView, ObjectRef, Pinned
 
 
 class ObjectMemory(Protocol):
@@ -121,7 +121,11 @@ class PinningView(NamespaceView):
         return self._pin(ref) if self.pins else None
 
     def load_all(
-        self, chunk: Chunk, shards: Sequence[int], buffers: Sequence[memoryview]
+        self,
+        chunk: Chunk,
+        shards: Sequence[int],
+        buffers: Sequence[memoryview],
+        hold: Hold | None = None,
     ) -> FailedRead | None:
         """Load objects: from the memory where they are not read in place, else past it."""
         if self.pins:

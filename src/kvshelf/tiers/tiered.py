@@ -34,6 +34,7 @@ from kvshelf.shelf.opening import START_SECONDS, TIERED_SECONDS, LateBackend, Op
 from kvshelf.shelf.shelf import Shelf, open_shelf
 from kvshelf.shelf.view import (
     FailedRead,
+    Hold,
     NamespaceView,
     ObjectRef,
     Pinned,
@@ -62,8 +63,8 @@ class Tier(Protocol):
     def load(self, fmt: ObjectFormat, ref: ObjectRef, buffer: memoryview) -> bool:
         """Fill `buffer`, or at least its payload; False when the object is not here or is bad."""
 
-    def keep(self, fmt: ObjectFormat, ref: ObjectRef, buffer: BytesLike) -> None:
-        """Take a copy of an object that is on the shelf, if it fits. Never waits."""
+    def keep(self, fmt: ObjectFormat, ref: ObjectRef, buffer: BytesLike, hold: Hold) -> None:
+        """Take a copy of an object that is on the shelf, if its memory is held. Never waits."""
 
     def remove(self, fmt: ObjectFormat, refs: Sequence[ObjectRef]) -> int:
         """Remove copies; return of how many objects there were any. Raises StorageError."""
@@ -127,15 +128,22 @@ class TieredView(ShelfView):
         return self._shelf.on_storage
 
     def load_all(
-        self, chunk: Chunk, shards: Sequence[int], buffers: Sequence[memoryview]
+        self,
+        chunk: Chunk,
+        shards: Sequence[int],
+        buffers: Sequence[memoryview],
+        hold: Hold | None = None,
     ) -> FailedRead | None:
-        """Read and verify objects, each from the first tier that has it, else from the shelf."""
+        """Read and verify objects, each from the first tier that has it, else from the shelf.
+
+        If they can be held, they are copied to the tiers in front of it.
+        """
         left: dict[int, memoryview] = {}
         for shard, buffer in zip(shards, buffers, strict=True):
             ref = ObjectRef(chunk, shard)
             for place, tier in enumerate(self._tiers):
                 if tier.load(self.fmt, ref, buffer):
-                    self._keep(ref, buffer, self._tiers[:place])
+                    self._keep(ref, buffer, hold, self._tiers[:place])
                     break
             else:
                 left[shard] = buffer
@@ -144,12 +152,15 @@ class TieredView(ShelfView):
         failed = self._shelf.load_all(chunk, tuple(left), tuple(left.values()))
         if failed is None:
             for shard, buffer in left.items():
-                self._keep(ObjectRef(chunk, shard), buffer, self._tiers)
+                self._keep(ObjectRef(chunk, shard), buffer, hold, self._tiers)
         return failed
 
-    def _keep(self, ref: ObjectRef, buffer: memoryview, tiers: Sequence[Tier]) -> None:
-        for tier in tiers:
-            tier.keep(self.fmt, ref, buffer)
+    def _keep(
+        self, ref: ObjectRef, buffer: BytesLike, hold: Hold | None, tiers: Sequence[Tier]
+    ) -> None:
+        if hold is not None:
+            for tier in tiers:
+                tier.keep(self.fmt, ref, buffer, hold)
 
     def expect(self, chunks: Sequence[Chunk], shards: Sequence[int]) -> None:
         """Announce to the shelf, see :meth:`ShelfView.expect`. What the tiers have is not known."""
@@ -169,15 +180,16 @@ class TieredView(ShelfView):
             return None
         return self._shelf.pin(ref)
 
-    def publish(self, ref: ObjectRef, buffer: BytesLike, *, suspect: bool = False) -> WriteResult:
-        """Publish to the shelf, then copy to the tiers.
+    def publish(
+        self, ref: ObjectRef, buffer: BytesLike, *, suspect: bool = False, hold: Hold | None = None
+    ) -> WriteResult:
+        """Publish to the shelf, then copy to the tiers if the object can be held.
 
         A suspect object is repaired on the shelf alone: a copy in a tier is verified when read.
         """
         result = self._shelf.publish(ref, buffer, suspect=suspect)
         if not suspect:
-            for tier in self._tiers:
-                tier.keep(self.fmt, ref, buffer)
+            self._keep(ref, buffer, hold, self._tiers)
         return result
 
 

@@ -42,6 +42,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import math
 import threading
 import time
@@ -351,11 +352,12 @@ class Stores(TransferHalf):
         if found and not shelf.backend.allows(sum(map(len, (buffer for *_, buffer in found)))):
             # Some of the objects alone would be useless.
             raise BoundReachedError(errno.ENOSPC, "not stored: a bound of the shelf is reached")
+        hold = functools.partial(self._places.hold, job.slot, self._context.shares.ahead)
         for ref, answer, buffer in found:
             if not job.slot.is_sealed:
                 fmt.seal(buffer, *ref)
             suspect = answer is not Presence.MISSING
-            result = shelf.publish(ref, buffer, suspect=suspect)
+            result = shelf.publish(ref, buffer, suspect=suspect, hold=hold)
             if result is WriteResult.EXISTED:
                 self._probes_until = time.monotonic() + _PROBES_SECONDS
                 continue
