@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import mmap
 import os
+import random
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
@@ -198,6 +199,43 @@ TestTensor = TensorPoolMachine.TestCase
 TestTensor.settings = settings(max_examples=20, stateful_step_count=40)
 TestManySegments = SegmentedPoolMachine.TestCase
 TestManySegments.settings = settings(max_examples=20, stateful_step_count=40)
+
+
+@given(
+    sizes=st.lists(st.integers(1, 12 * BUFFER_ALIGNMENT), max_size=40),
+    order=st.randoms(use_true_random=False),
+)
+def test_buffers_released_in_any_order_leave_one_free_range(
+    sizes: list[int], order: random.Random
+) -> None:
+    pool = BufferPool(CAPACITY)
+    buffers = [buffer for size in sizes if (buffer := pool.allocate(size)) is not None]
+    order.shuffle(buffers)
+    for buffer in buffers:
+        buffer.release()
+    assert pool.allocate(CAPACITY) is not None
+
+
+def test_buffer_takes_memory_that_one_of_its_size_released_before_fresh_memory(
+    make_pool: MakePool,
+) -> None:
+    pool = make_pool(CAPACITY)
+    buffers = [pool.allocate(units * BUFFER_ALIGNMENT) for units in (1, 2, 1)]
+    address = buffers[1].tensor.data_ptr()
+    for buffer in buffers:
+        buffer.release()
+    with pool.allocate(2 * BUFFER_ALIGNMENT) as again:
+        assert again.tensor.data_ptr() == address
+
+
+def test_buffer_of_a_closed_pool_can_be_shared(make_pool: MakePool, memory: Memory) -> None:
+    pool = make_pool(CAPACITY)
+    with pool.allocate(1) as buffer:
+        pool.close()
+        view = buffer.share()
+    with view:
+        assert memory.held == CAPACITY
+    assert memory.held == 0
 
 
 def test_a_released_view_cannot_be_used(make_pool: MakePool) -> None:

@@ -1,7 +1,7 @@
 """An allocator of memory for KV in transit: host, pinned or device.
 
-Owns the memory behind every pool of buffers: its allocation from the system, its division into
-aligned buffers, and the record of which parts are free.
+Owns the memory behind every pool of buffers: its allocation from the system, and its division
+into aligned buffers by a :class:`kvshelf.memory.ring.Ring`.
 
 Contracts
 ---------
@@ -9,9 +9,9 @@ Contracts
   when it needs them, and frees it once the pool is closed and no buffer is in use. A pool over a
   caller's tensor (:meth:`BufferPool.over`) allocates nothing, and refers to the tensor as long.
 * Every buffer starts at a multiple of the pool's alignment, at least 512 bytes.
-* Bytes belong to one allocation until all its views are released; then they are free at
-  once, merged with free neighbours. The free range at the lowest address is used
-  first, so that memory which was touched before is used again before fresh memory.
+* Bytes belong to one allocation until all its views are released. Then they are free at once, and
+  free neighbours can become one buffer. A buffer takes memory that a buffer of its size released
+  lately before other memory. The pool allocates no segment while a free range is large enough.
 * A buffer that is never released is a leak. The pool does not reclaim it, since a copy into
   it may be running. :meth:`BufferPool.live` lists the buffers in use.
 * Any thread may call all methods; none waits for memory to become free.
@@ -21,20 +21,16 @@ from __future__ import annotations
 
 import logging
 import threading
-from bisect import bisect_left
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Final, Literal, TypeAlias
+from bisect import bisect_right
+from contextlib import ExitStack
+from typing import Final, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from kvshelf.errors import ConfigError, UnsupportedError
-from kvshelf.pages import (
-    LOCKED_AT_ONCE,
-    map_pages,  # noqa: TID251
-    page_lock,
-)
+from kvshelf.memory.ring import Ring, Share, Slot, rounded
+from kvshelf.pages import LOCKED_AT_ONCE, map_pages, page_lock  # noqa: TID251
 
 __all__ = ["BUFFER_ALIGNMENT", "Buffer", "BufferPool", "Kind", "Live"]
 
@@ -46,8 +42,7 @@ Kind: TypeAlias = Literal["host", "pinned", "device"]
 BUFFER_ALIGNMENT: Final = 512
 
 
-@dataclass(frozen=True, slots=True)
-class Live:
+class Live(NamedTuple):
     """One allocation that is not yet free.
 
     Attributes
@@ -62,51 +57,6 @@ class Live:
     views: int
 
 
-class _Segment:
-    """One piece of memory from the system, and its free ranges in order of address."""
-
-    def __init__(
-        self,
-        tensor: Tensor,
-        view: memoryview | None = None,
-        close: Callable[[], None] | None = None,
-    ) -> None:
-        self.tensor = tensor
-        self.view = view
-        self.close = close
-        #: Start and end of each.
-        self._free = [(0, tensor.numel())]
-
-    def allocate(self, nbytes: int) -> int | None:
-        """Allocate `nbytes` in the first free range that holds them; return their offset."""
-        for i, (start, end) in enumerate(self._free):
-            if end - start >= nbytes:
-                self._free[i : i + 1] = [(start + nbytes, end)] if end - start > nbytes else []
-                return start
-        return None
-
-    def free(self, start: int, nbytes: int) -> None:
-        """Free a range, and merge it with the free ranges beside it."""
-        end = start + nbytes
-        i = bisect_left(self._free, (start, end))
-        if i < len(self._free) and self._free[i][0] == end:
-            _, end = self._free.pop(i)
-        if i > 0 and self._free[i - 1][1] == start:
-            i -= 1
-            start, _ = self._free.pop(i)
-        self._free.insert(i, (start, end))
-
-
-@dataclass(eq=False, slots=True)
-class _Block:
-    """One allocation, shared by its views."""
-
-    segment: _Segment
-    start: int
-    nbytes: int
-    views: int = 1
-
-
 class Buffer:
     """A view of bytes of a :class:`BufferPool`. The bytes are free when all views are released.
 
@@ -116,18 +66,17 @@ class Buffer:
         Bytes of this view.
     """
 
-    __slots__ = ("_block", "_pool", "_start", "_tensor", "_view", "nbytes")
+    __slots__ = ("_pool", "_slot", "_tensor", "nbytes")
 
-    def __init__(self, pool: BufferPool, block: _Block, start: int, nbytes: int) -> None:
+    def __init__(self, pool: BufferPool, slot: Slot, tensor: Tensor) -> None:
         self._pool = pool
-        self._block: _Block | None = block
-        self._start = start
-        self.nbytes = nbytes
-        self._tensor: Tensor | None = None
-        self._view: memoryview | None = None
+        self._slot = slot
+        #: None once the view is released.
+        self._tensor: Tensor | None = tensor
+        self.nbytes = tensor.numel()
 
     def __repr__(self) -> str:
-        state = "" if self._block is not None else ", released"
+        state = "" if self._tensor is not None else ", released"
         return f"Buffer({self.nbytes} bytes{state})"
 
     def __len__(self) -> int:
@@ -136,8 +85,7 @@ class Buffer:
     @property
     def views(self) -> int:
         """How many views of its allocation are not released; 0 once this one is."""
-        block = self._block
-        return 0 if block is None else block.views
+        return 0 if self._tensor is None else self._pool._views.get(self._slot, 0)
 
     def __enter__(self) -> Buffer:
         return self
@@ -154,10 +102,11 @@ class Buffer:
         ValueError
             If the view was released.
         """
-        block = self._alive()
         if self._tensor is None:
-            start = block.start + self._start
-            self._tensor = block.segment.tensor[start : start + self.nbytes]
+            raise ValueError(
+                f"this buffer of {self.nbytes} bytes was released and its memory may be in use "
+                "elsewhere; use share() to keep a view of your own"
+            )
         return self._tensor
 
     @property
@@ -169,16 +118,13 @@ class Buffer:
         ValueError
             If the view was released, or the bytes are on a device.
         """
-        block = self._alive()
-        if self._view is None:
-            if block.segment.view is None:
-                raise ValueError(
-                    f"this buffer lies on {block.segment.tensor.device}; only host and pinned "
-                    "buffers have a memoryview: use its tensor"
-                )
-            start = block.start + self._start
-            self._view = block.segment.view[start : start + self.nbytes]
-        return self._view
+        tensor = self.tensor
+        if self._pool.kind == "device":
+            raise ValueError(
+                f"this buffer lies on {tensor.device}; only host and pinned buffers have a "
+                "memoryview: use its tensor"
+            )
+        return tensor.numpy().data
 
     def share(self, offset: int = 0, nbytes: int | None = None) -> Buffer:
         """Return another view of the same bytes, or of a part of them.
@@ -201,7 +147,10 @@ class Buffer:
                 f"bytes {offset} … {offset + size} were requested; expected at least one byte of "
                 f"the view's {self.nbytes}"
             )
-        return self._pool._share(self, self._start + offset, size)
+        with self._pool._lock:
+            tensor = self.tensor[offset : offset + size]
+            self._pool._views[self._slot] += 1
+        return Buffer(self._pool, self._slot, tensor)
 
     def release(self) -> None:
         """Release this view.
@@ -211,15 +160,14 @@ class Buffer:
         ValueError
             If it was released before: the bytes may belong to another buffer now.
         """
-        self._pool._release(self)
-
-    def _alive(self) -> _Block:
-        if self._block is None:
-            raise ValueError(
-                f"this buffer of {self.nbytes} bytes was released and its memory may be in use "
-                "elsewhere; use share() to keep a view of your own"
-            )
-        return self._block
+        pool, slot = self._pool, self._slot
+        with pool._lock:
+            _ = self.tensor  # raises if the view was released
+            self._tensor = None
+            pool._views[slot] -= 1
+            if not pool._views[slot]:
+                del pool._views[slot]
+                pool._ring.release(pool._share, [slot])
 
 
 class BufferPool:
@@ -301,7 +249,7 @@ class BufferPool:
         segment = self.capacity if segment_bytes is None else segment_bytes
         if kind == "pinned":
             segment = min(segment, LOCKED_AT_ONCE)
-        self._segment_bytes = -(-segment // alignment) * alignment
+        self._segment_bytes = rounded(segment, alignment)
         if self.capacity < alignment or self._segment_bytes < alignment:
             raise ConfigError(
                 f"capacity is {capacity} and segment_bytes {segment_bytes}; expected at least "
@@ -309,10 +257,18 @@ class BufferPool:
             )
         self._device = None if device is None else torch.device(device)
         self._lock = threading.Lock()
-        self._segments: list[_Segment] = []
-        self._live: dict[int, _Block] = {}
-        self._held = 0
-        self._closed = False
+        #: Bytes that the pool may still allocate from the system.
+        self._growth = self.capacity
+        #: First offset in the ring, and memory of each segment.
+        self._segments: list[tuple[int, Tensor]] = []
+        #: Frees the memory.
+        self._end = ExitStack()
+        self._end.callback(self._segments.clear)
+        # A method of the pool would keep a pool that nobody refers to until a garbage collection.
+        self._ring = Ring(self._end.close, alignment=alignment)
+        self._share = Share(0)
+        #: How many views of each allocation are not released, oldest first.
+        self._views: dict[Slot, int] = {}
         self.problem = ""
 
     @classmethod
@@ -349,25 +305,22 @@ class BufferPool:
         with torch.inference_mode(False):
             memory = tensor.detach().view(-1).view(torch.uint8)
             memory = memory[-memory.data_ptr() % alignment :] if alignment > 0 else memory
-        on_host = tensor.device.type == "cpu"
         pool = cls(memory.numel(), alignment=alignment)
-        if not on_host:
+        if tensor.device.type != "cpu":
             pool.kind = "device"
         elif torch.cuda.is_available() and tensor.is_pinned():
             pool.kind = "pinned"
-        view = memory.numpy().data if on_host else None
-        pool._segments.append(_Segment(memory[: pool.capacity], view))
-        pool._held = pool.capacity
+        pool._add_segment(memory, pool.capacity)
         return pool
 
     def __repr__(self) -> str:
-        used = sum(entry.nbytes for entry in self.live())
+        used = self._ring.stats().pinned_bytes
         return f"BufferPool({self.kind}, {used} of {self.capacity} bytes)"
 
     def live(self) -> list[Live]:
         """Return the allocations in use, oldest first: after all work is done, the leaks."""
         with self._lock:
-            return [Live(block.nbytes, block.views) for block in self._live.values()]
+            return [Live(slot.nbytes, views) for slot, views in self._views.items()]
 
     def allocate(self, nbytes: int) -> Buffer | None:
         """Return a buffer of `nbytes` bytes, whose content is undefined.
@@ -385,98 +338,60 @@ class BufferPool:
         """
         if nbytes < 1:
             raise ValueError(f"a buffer of {nbytes} bytes was requested; expected at least 1")
-        size = -(-nbytes // self.alignment) * self.alignment
         with self._lock:
-            if self._closed:
-                return None
-            for segment in self._segments:
-                start = segment.allocate(size)
-                if start is not None:
-                    break
-            else:
-                grown = self._grow(size)
-                if grown is None:
+            while (slot := self._ring.claim(None, nbytes, self._share, looks=1 << 62)) is None:
+                if not self._grow(rounded(nbytes, self.alignment)):
                     return None
-                segment, start = grown, grown.allocate(size)
-                assert start is not None
-            block = _Block(segment, start, size)
-            self._live[id(block)] = block
-        return Buffer(self, block, 0, nbytes)
+            self._views[slot] = 1
+            index = bisect_right(self._segments, slot.offset, key=lambda segment: segment[0])
+            first, memory = self._segments[index - 1]
+        start = slot.offset - first
+        return Buffer(self, slot, memory[start : start + nbytes])
 
     def close(self) -> None:
         """Refuse further requests, and free the memory as soon as none of it is in use."""
         with self._lock:
-            self._closed = True
-            if not self._live:
-                self._free_segments()
+            self._growth = 0
+            self._ring.close()
 
     # ----------------------------------------------------------------- inside
 
-    def _share(self, buffer: Buffer, start: int, nbytes: int) -> Buffer:
-        with self._lock:
-            block = buffer._alive()
-            block.views += 1
-        return Buffer(self, block, start, nbytes)
-
-    def _release(self, buffer: Buffer) -> None:
-        with self._lock:
-            block = buffer._alive()
-            buffer._block = buffer._tensor = buffer._view = None
-            block.views -= 1
-            if block.views:
-                return
-            del self._live[id(block)]
-            block.segment.free(block.start, block.nbytes)
-            if self._closed and not self._live:
-                self._free_segments()
-
-    def _grow(self, least: int) -> _Segment | None:
-        """Allocate a segment; None at the capacity, or if the system gives no more memory."""
-        left = self.capacity - self._held
-        if least > left:
-            return None
-        size = max(least, min(self._segment_bytes, left))
+    def _grow(self, least: int) -> bool:
+        """Allocate a segment. False at the capacity, or if the system gives no more memory."""
+        if least > self._growth:
+            return False
+        size = max(least, min(self._segment_bytes, self._growth))
         try:
             # vLLM's step runs under inference_mode. Other threads cannot write to tensors that
             # are created there, so leave it while allocating.
             with torch.inference_mode(False):
-                segment = self._new_segment(size)
+                self._add_segment(self._allocate_memory(size), size)
         except (OSError, MemoryError, RuntimeError) as error:
             if not self.problem:
                 self.problem = str(error)
                 logger.warning(
                     "a pool of %s memory stays at %d bytes, the system gives no more: %s",
                     self.kind,
-                    self._held,
+                    self._ring.capacity,
                     error,
                 )
-            return None
-        self._held += size
-        self._segments.append(segment)
-        return segment
+            return False
+        return True
 
-    def _new_segment(self, nbytes: int) -> _Segment:
+    def _allocate_memory(self, nbytes: int) -> Tensor:
         if self.kind == "device":
             memory = torch.empty(nbytes + self.alignment, dtype=torch.uint8, device=self._device)
-            skip = -memory.data_ptr() % self.alignment
-            return _Segment(memory[skip : skip + nbytes])
-        if self.kind == "host":
-            view = map_pages(nbytes)
-            return _Segment(torch.frombuffer(view, dtype=torch.uint8), view)
-        return _pinned_segment(nbytes, self._device)
+            return memory[-memory.data_ptr() % self.alignment :]
+        # After a fork, the first process that writes to a page gets a copy of it. A GPU would
+        # continue with the page that it knows, and this process would use the other one.
+        view = map_pages(nbytes, inherited=self.kind == "host")
+        if self.kind == "pinned":
+            self._end.callback(page_lock(view, self._device))
+        return torch.frombuffer(view, dtype=torch.uint8)
 
-    def _free_segments(self) -> None:
-        # Ordinary and device memory is freed with the last tensor that refers to it.
-        for segment in self._segments:
-            if segment.close is not None:
-                segment.close()
-        self._segments.clear()
-        self._held = 0
-
-
-def _pinned_segment(nbytes: int, device: torch.device | None) -> _Segment:
-    # After a fork, the first process that writes to a page gets a copy of it. A GPU would continue
-    # with the page that it knows, and this process would use the other one.
-    view = map_pages(nbytes, inherited=False)
-    tensor = torch.frombuffer(view, dtype=torch.uint8)
-    return _Segment(tensor, view, page_lock(view, device))
+    def _add_segment(self, memory: Tensor, nbytes: int) -> None:
+        self._segments.append((self._ring.capacity, memory))
+        self._ring.extend(nbytes)
+        # By this limit the ring refuses more than the free bytes without looking at its slots.
+        self._share.limit += nbytes
+        self._growth -= nbytes
