@@ -84,7 +84,7 @@ class _Engine:
         if policy is not None:
             if not engine.reset_prefix_cache():
                 raise RuntimeError("vLLM could not empty its prefix cache")
-            scheduler = engine.engine_core.engine_core.scheduler.connector._as_scheduler()
+            scheduler = engine.engine_core.engine_core.scheduler.connector._scheduler
             scheduler.admission.always = policy == ALWAYS
         parameters = SamplingParams(
             temperature=0.0, detokenize=False, max_tokens=tokens, ignore_eos=True

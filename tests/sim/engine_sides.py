@@ -515,7 +515,6 @@ class LoneWorker:
         self.connector = SharedStorageConnector(
             self.config, KVConnectorRole.WORKER, make_groups(self.config)
         )
-        assert self.connector._worker is not None
         self.side: WorkerSide = self.connector._worker
         self.register()
         if opened:

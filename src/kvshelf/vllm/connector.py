@@ -133,6 +133,10 @@ class KVShelfConnector(KVConnectorBase_V1, SupportsHMA):
 
     #: What vLLM's metrics call the source of hits.
     _cache_hit_source = CacheHitSource.DISK
+    #: An instance has one of the two, by its role.
+    _scheduler: SchedulerSide
+    _worker: WorkerSide
+    _side: SchedulerSide | WorkerSide
 
     def __init__(
         self,
@@ -186,8 +190,6 @@ class KVShelfConnector(KVConnectorBase_V1, SupportsHMA):
             open_served=None if server is None else served,
             on_thread_start=widen_cpu_affinity,
         )
-        self._scheduler: SchedulerSide | None = None
-        self._worker: WorkerSide | None = None
         self._bad_blocks: set[int] = set()
         context = context_ranks(vllm_config, kv_cache_config)
         refuses = _why_no_stores(self._config, transfer, context)
@@ -208,7 +210,7 @@ class KVShelfConnector(KVConnectorBase_V1, SupportsHMA):
                     " Fewer drafts are accepted behind a hit",
                     ", ".join(others),
                 )
-            self._scheduler = SchedulerSide(
+            self._side = self._scheduler = SchedulerSide(
                 Engine(
                     vllm_config,
                     self._config,
@@ -236,7 +238,7 @@ class KVShelfConnector(KVConnectorBase_V1, SupportsHMA):
                 streams=self._streams_of,
                 regions=None if self._segment is None else self._segment.take_region,
             )
-            self._worker = WorkerSide(
+            self._side = self._worker = WorkerSide(
                 engine,
                 self._assembly,
                 may_store=not refuses,
@@ -261,21 +263,21 @@ class KVShelfConnector(KVConnectorBase_V1, SupportsHMA):
 
     def drain(self, seconds: float) -> int:
         """Wait for this worker's stores; return how many chunks are still not stored."""
-        return self._as_worker().drain(seconds)
+        return self._worker.drain(seconds)
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Take the engine's caches."""
-        self._as_worker().register(kv_caches)
+        self._worker.register(kv_caches)
 
     @_contained(_nothing)
     def unregister_kv_caches(self) -> None:
         """Before sleep (vLLM 0.33): publish what is staged, and stop using the caches."""
-        self._as_worker().fall_asleep()
+        self._worker.fall_asleep()
 
     @_contained(_nothing)
     def restore_kv_caches(self) -> None:
         """After sleep (vLLM 0.33): compare layouts, and use the caches again."""
-        self._as_worker().wake_up()
+        self._worker.wake_up()
 
     def weights_changed(self, version: str = "") -> None:
         """Announce that this worker's weights are about to change in place.
@@ -291,14 +293,14 @@ class KVShelfConnector(KVConnectorBase_V1, SupportsHMA):
             same name share KV, whatever their tensor-parallel degree. Without it the content of
             the parameters names the weights.
         """
-        self._as_worker().weights_changed("weights_changed()", version)
+        self._worker.weights_changed("weights_changed()", version)
 
     @_contained(_nothing)
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """Begin a step."""
         super().bind_connector_metadata(connector_metadata)
         if isinstance(connector_metadata, StepMetadata):
-            self._as_worker().bind(connector_metadata)
+            self._worker.bind(connector_metadata)
 
     @_contained(_nothing)
     def clear_connector_metadata(self) -> None:
@@ -306,12 +308,12 @@ class KVShelfConnector(KVConnectorBase_V1, SupportsHMA):
         meta = self._connector_metadata
         super().clear_connector_metadata()
         if isinstance(meta, StepMetadata):
-            self._as_worker().clear(meta)
+            self._worker.clear(meta)
 
     @_contained(_nothing)
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Start the step's loads, unless they started with it."""
-        self._as_worker().loads.start()
+        self._worker.loads.start()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Do nothing: vLLM schedules requests only after their loads have finished."""
@@ -324,12 +326,12 @@ class KVShelfConnector(KVConnectorBase_V1, SupportsHMA):
     @_contained(_nothing)
     def finish_forward(self) -> None:
         """Gather what the forward pass completed; only vLLM's second model runner calls this."""
-        self._as_worker().stores.finish_forward()
+        self._worker.stores.finish_forward()
 
     @_contained(_nothing)
     def wait_for_save(self) -> None:
         """Gather what this step completed into memory, and is not gathered yet."""
-        self._as_worker().stores.save()
+        self._worker.stores.save()
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Return the requests whose loads are finished; those to compute as a whole as failed.
@@ -346,11 +348,11 @@ class KVShelfConnector(KVConnectorBase_V1, SupportsHMA):
 
     @_contained(lambda *_: set())
     def _take_released(self) -> set[str]:
-        return self._as_worker().stores.released()
+        return self._worker.stores.released()
 
     @_contained(lambda *_: (set(), set(), set()))
     def _take_ended(self) -> tuple[set[str], set[str], set[int]]:
-        return self._as_worker().loads.take_ended()
+        return self._worker.loads.take_ended()
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Return the blocks that failed loads left without KV, of an engine with one group."""
@@ -360,19 +362,19 @@ class KVShelfConnector(KVConnectorBase_V1, SupportsHMA):
     @_contained(_nothing)
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         """Return what the scheduler side has to know of this step."""
-        return self._as_worker().worker_metadata()
+        return self._worker.worker_metadata()
 
     # ------------------------------------------------------------- scheduler
 
     @property
     def namespace(self) -> Namespace | None:
         """The engine's namespace; None while it is not known."""
-        return self._as_scheduler().namespace
+        return self._scheduler.namespace
 
     @property
     def disabled(self) -> bool:
         """Whether nothing is loaded or stored any more; the log says why."""
-        return self._as_scheduler().disabled
+        return self._scheduler.disabled
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
         """Return the cache groups that a load fills. vLLM zeroes the blocks of others."""
@@ -382,18 +384,18 @@ class KVShelfConnector(KVConnectorBase_V1, SupportsHMA):
     @_contained(_nothing)
     def on_new_request(self, request: Request) -> None:
         """Start the request's lookup."""
-        self._as_scheduler().new_request(request)
+        self._scheduler.new_request(request)
 
     @_contained(lambda *_: (0, False))
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         """Return how many further tokens the shelf has; None while that is not known."""
-        found = self._as_scheduler().matched_tokens(request, num_computed_tokens)
+        found = self._scheduler.matched_tokens(request, num_computed_tokens)
         return found, bool(found)
 
     @_contained(
-        lambda self, request, blocks, num_external_tokens: self._as_scheduler().loads.fail(
+        lambda self, request, blocks, num_external_tokens: self._scheduler.loads.fail(
             request.request_id, num_external_tokens
         )
     )
@@ -402,7 +404,7 @@ class KVShelfConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         """Plan the load of `num_external_tokens` into `blocks`."""
         if num_external_tokens:
-            self._as_scheduler().allocated(request, blocks.get_block_ids(), num_external_tokens)
+            self._scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
 
     @_contained(lambda *_: StepMetadata())
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
@@ -410,13 +412,13 @@ class KVShelfConnector(KVConnectorBase_V1, SupportsHMA):
 
         What the workers must learn of a step that fails here is part of the next one.
         """
-        return self._as_scheduler().step_metadata(scheduler_output)
+        return self._scheduler.step_metadata(scheduler_output)
 
     @_contained(_nothing)
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Take what the workers report. Facts that fail here come again."""
         meta = connector_output.kv_connector_worker_meta
-        self._as_scheduler().take_output(
+        self._scheduler.take_output(
             connector_output.finished_recving or (),
             connector_output.finished_sending or (),
             meta if isinstance(meta, WorkerMetadata) else None,
@@ -432,7 +434,7 @@ class KVShelfConnector(KVConnectorBase_V1, SupportsHMA):
         (:mod:`kvshelf.vllm.handover`). Its blocks are kept until :meth:`get_transfer_results` of
         all workers has named the request, if stores of its chunks may have been postponed.
         """
-        return self._as_scheduler().finished(request.request_id)
+        return self._scheduler.finished(request.request_id)
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
@@ -443,7 +445,7 @@ class KVShelfConnector(KVConnectorBase_V1, SupportsHMA):
     @_contained(lambda *_: False)
     def reset_cache(self) -> bool | None:
         """Forget lookups' results and let the workers compare their weights; objects stay."""
-        return self._as_scheduler().reset()
+        return self._scheduler.reset()
 
     # ------------------------------------------------------------- both
 
@@ -451,7 +453,7 @@ class KVShelfConnector(KVConnectorBase_V1, SupportsHMA):
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         """Return the measurements since the last call."""
         source = "scheduler"
-        if self._worker is not None:
+        if self.role is not KVConnectorRole.SCHEDULER:
             self._worker.set_gauges()
             source = f"rank {self._worker.rank}"
         return ShelfStats.of(self._counters, source)
@@ -479,18 +481,9 @@ class KVShelfConnector(KVConnectorBase_V1, SupportsHMA):
         """Publish what is staged for a bounded time; log what was lost. Idempotent."""
         # All of these are closed, the last one first, whatever some of them raise.
         with ExitStack() as stack:
-            sides = self._scheduler, self._worker
-            for one in (self._segment, self._assembly, *sides):
-                if one is not None:
-                    stack.callback(one.close)
-
-    def _as_worker(self) -> WorkerSide:
-        assert self._worker is not None, "called on the scheduler's instance"
-        return self._worker
-
-    def _as_scheduler(self) -> SchedulerSide:
-        assert self._scheduler is not None, "called on a worker's instance"
-        return self._scheduler
+            for part in (self._segment, self._assembly, self._side):
+                if part is not None:
+                    stack.callback(part.close)
 
 
 # MultiConnector finds the stats classes of its children by the connector's name, even where vLLM
