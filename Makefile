@@ -91,6 +91,10 @@ test test-all: export PYTHONHASHSEED := 0
 bench: venv  ## measure; prints a table
 	@$(BESIDE) $(BIN)/python -m benchmarks $(BENCH_ARGS)
 
+.PHONY: follow
+follow: venv  ## count what a store and a load pass through
+	@$(BESIDE) $(BIN)/python -m tests.follow
+
 .PHONY: gpu
 gpu:  ## on a machine with a GPU: tests and figures; see cuda/README.md
 	@"$(GPU_PYTHON)" .ci/beside.py "$(GPU_PYTHON)" benchmarks/gpu.py

@@ -1,10 +1,11 @@
-"""Shows what a store, and a lookup with its load, pass through: ``python -m tests.follow [-v]``.
+"""Shows what a store, and a lookup with its load, pass through: ``make follow``.
 
 Counts the modules of kvshelf, their functions and the calls of these, for a prompt of one whole
 chunk through the real connector, in all steps of the request's life: first an engine computes and
 stores it, then another one loads it. Each row is a thread; the engine's own thread counts inside
-the connector's methods alone. With ``-v`` each function follows. Nested functions belong to the
-function around them. A request goes before, so that nothing is done for the first time.
+the connector's methods alone. ``python -m tests.follow -v`` names each function. Nested functions
+belong to the function around them. A request goes before, so that nothing is done for the first
+time.
 """
 
 from __future__ import annotations

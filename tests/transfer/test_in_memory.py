@@ -14,6 +14,7 @@ from kvshelf.errors import TransientStorageError
 from kvshelf.format.keys import Chunk
 from kvshelf.tiers.disk_tier import DiskTier
 from kvshelf.tiers.tiered import TieredShelf
+from kvshelf.transfer.load import Piece
 from kvshelf.transfer.stores import StoreOutcome
 from tests.sim.storage import Fault, FaultyStorage, posix
 from tests.support.formats import make_format
@@ -189,27 +190,6 @@ def test_two_transfers_that_read_one_chunk_at_once_keep_it_once(
         assert rig.host.ring.stats().kept_bytes == 3 * rig.slot_bytes
 
 
-@pytest.mark.parametrize("hangs", ["stores", "early"])
-def test_load_finds_memory_while_others_hold_all_of_theirs(
-    start: Callable[..., Rig], storage: FaultyStorage, tmp_path: Path, hangs: str
-) -> None:
-    chunks, rig = stored(tmp_path, 6), start(keeps=False, memory_chunks=6)
-    gate = threading.Event()
-    if hangs == "stores":
-        storage.add(Fault("write", wait=gate))
-        items = rig.items(make_chunks(FMT, 8, 7), 0)
-        assert StoreOutcome.STAGING_FULL in [rig.stores.store(item) for item in items]
-    else:
-        while (
-            rig.context.places.claim(chunks[0], rig.context.shares.ahead, is_named=False)
-            is not None
-        ):
-            pass
-    rig.comes_back(chunks, 100)
-    gate.set()
-    rig.host.ring.release(rig.context.shares.ahead, list(rig.context.shares.ahead._pins))
-
-
 def test_chunk_that_comes_into_memory_while_it_is_begun_is_not_read_over(
     start: Callable[..., Rig],
     storage: FaultyStorage,
@@ -220,8 +200,10 @@ def test_chunk_that_comes_into_memory_while_it_is_begun_is_not_read_over(
     places, (item,) = rig.context.places, rig.items([chunk], 0)
     rig.fill(item)
 
-    def put_into_memory(reading: object) -> None:
-        """What a store of the same chunk does that ends now."""
+    def put_into_memory(piece: Piece) -> None:
+        """What a store of the same chunk does that ends when a thread has begun the load."""
+        if piece.started is None:
+            return
         slot = places.claim(chunk, rig.context.shares.stores)
         assert slot is not None
         rig.cache.gather(item.slots, [places.payload(slot, chunk, n) for n in range(OBJECTS)])
@@ -231,7 +213,7 @@ def test_chunk_that_comes_into_memory_while_it_is_begun_is_not_read_over(
         rig.host.ring.release(rig.context.shares.stores, [slot])
 
     with monkeypatch.context() as patch:
-        patch.setattr(rig.loads, "_announce_next", put_into_memory)
+        patch.setattr(rig.loads, "_announce", put_into_memory)
         storage.add(Fault("read", damage=bytearray.reverse))
         assert rig.load([chunk], 100)[0].failed_at == 0
     # What lies in memory is still right.

@@ -1,8 +1,7 @@
 """Host memory that holds named objects: which are here, which are pinned, and owners' budgets.
 
-Owns an arena and the table from names to the objects in it. The memory tier of a process and the
-memory of a node server are uses of it. :mod:`kvshelf.memory.places` decides which objects are
-evicted for others.
+Owns an arena and the table from names to the objects in it: the memory of a node server.
+:mod:`kvshelf.memory.places` decides which objects are evicted for others.
 
 Contracts
 ---------

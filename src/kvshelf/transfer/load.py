@@ -6,7 +6,8 @@ Passive: :mod:`kvshelf.transfer.loads` and :mod:`kvshelf.transfer.transfers` wri
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -38,6 +39,8 @@ class Piece:
     ----------
     items : Sequence[ChunkSlots]
         In the order of the prompt.
+    names : Sequence of Hashable
+        Their names in memory.
     early : bool
         It is read ahead into memory, and no request waits for it yet.
     keeps : bool
@@ -49,6 +52,8 @@ class Piece:
         them are not listed.
     leading : int
         Number of leading items that are in the cache, however it ended.
+    wanted : int
+        Number of leading items that are still useful.
     cancelled, finished : bool
     nbytes : int
         Bytes of all objects.
@@ -63,6 +68,8 @@ class Piece:
         So many items are read at once where there is no bound.
     started : float or None
         When a thread began its first chunk, in seconds of :func:`time.monotonic`.
+    announced : int
+        Number of leading items that the shelf was told of.
     kept : dict
         The slots that it pins, by item.
     fresh : set of int
@@ -70,11 +77,13 @@ class Piece:
     """
 
     items: Sequence[ChunkSlots]
+    names: Sequence[Hashable] = ()
     early: bool = False
     keeps: bool = False
     failed_at: int | None = None
     failures: list[tuple[Chunk, Failure]] = field(default_factory=list)
     leading: int = 0
+    wanted: int = field(init=False)
     cancelled: bool = False
     finished: bool = False
     nbytes: int = 0
@@ -83,6 +92,7 @@ class Piece:
     at_once: int = 0
     threads: int = 1
     started: float | None = None
+    announced: int = 0
     #: Mark of the engine's work on the cache's device before the load.
     fence: object = None
     on_done: Callable[[Piece], None] = lambda piece: None
@@ -97,15 +107,9 @@ class Piece:
     _arrived: bytearray = field(init=False)
 
     def __post_init__(self) -> None:
+        self.wanted = len(self.items) if self.failed_at is None else self.failed_at
         self._begun = bytearray(len(self.items))
         self._arrived = bytearray(len(self.items))
-
-    @property
-    def wanted(self) -> int:
-        """Number of leading items that are still useful."""
-        if self.cancelled:
-            return 0
-        return len(self.items) if self.failed_at is None else self.failed_at
 
     @property
     def first_failed(self) -> Chunk | None:
@@ -133,9 +137,16 @@ class Piece:
 
     def begin(self, item: int) -> None:
         """Note that a thread has begun an item."""
+        if self.started is None:
+            self.started = time.monotonic()
         self._begun[item] = 1
         unbegun = self._begun.find(0, self.next_item)
         self.next_item = len(self.items) if unbegun < 0 else unbegun
+
+    def begin_again(self, item: int) -> None:
+        """Note that the thread that had begun an item brings nothing."""
+        self._begun[item] = 0
+        self.next_item = min(self.next_item, item)
 
     def arrive(self, item: int) -> None:
         """Note that an item is in the cache."""
@@ -148,6 +159,12 @@ class Piece:
         self.failures.append((self.items[item].chunk, failure))
         if self.failed_at is None or item < self.failed_at:
             self.failed_at = item
+            self.wanted = min(self.wanted, item)
+
+    def cancel(self) -> None:
+        """Note that no item is useful any more."""
+        self.cancelled = True
+        self.wanted = 0
 
 
 @dataclass(eq=False, slots=True)

@@ -7,18 +7,18 @@ A load thread takes the next objects of a chunk that is begun. Else it begins th
 load wants: it looks for the chunk in memory, or takes a slot (:mod:`kvshelf.memory.ring`). The
 thread that reads the last object of a chunk seals the slot, scatters the chunk once for each load
 that wants it, and gives the slot back. All loads that want a chunk share one :class:`Reading` of
-it. An object that lies in memory of another owner (:meth:`~kvshelf.shelf.view.ShelfView.pin`) is
-scattered from there. When all chunks of a load have arrived or were given up, the load is
-``finished`` and says at which chunk it failed.
+it. If its thread hangs, the load that it was begun for fails, and another thread reads the chunk
+again for the other loads. An object that lies in memory of another owner
+(:meth:`~kvshelf.shelf.view.ShelfView.pin`) is scattered from there. When all chunks of a load have
+arrived or were given up, the load is ``finished`` and says at which chunk it failed.
 
 Order: threads alternate between the oldest load (so that every load finishes) and the load with the
-fewest chunks left (so that short loads do not queue behind long ones). A load whose next chunk is
-in memory comes before all others, and one thread reads nothing from the storage, so that no slow
-read holds it up. *Early* loads, which read ahead for requests that do not wait for them yet, get
-the threads that no other load needs, but never all of them. A load may bound how many chunks behind
-those that have arrived are read at once: from a slow storage, many at once arrive together, and
-late. So would they if others were read beside them: while the oldest load has such a bound, only
-its chunks are begun.
+fewest chunks left, by powers of two (so that short loads do not queue behind long ones). A load
+whose next chunk is in memory comes before all others, and one thread reads nothing from the
+storage, so that no slow read holds it up. *Early* loads, which read ahead for requests that do not
+wait for them yet, get the threads that no other load needs, but never all of them. A load may bound
+how many chunks behind those that have arrived are read at once, since a slow storage delivers many
+chunks together, and late. While the oldest load has such a bound, only its chunks are begun.
 
 Deadlines: what a thread reads at once has the deadline of its backend
 (:mod:`kvshelf.backends.guard`). A load's deadline is that of reading 2 × (the bytes of the loads
@@ -38,22 +38,21 @@ Contracts
   after the scatter: if it was taken back meanwhile, the chunk counts as failed.
 * A thread takes a slot only while it holds none: at most as many chunks are begun as there are
   threads, so each of them finds a spare slot.
-* A slot is given back exactly once, when no thread reads into it and no copy from it runs. A load
-  that gets all its chunks is reported finished after that.
+* A slot is given back exactly once, when no thread reads into it and no copy from it runs. The last
+  load that wants the chunk is reported finished after that.
 * One lock, held for queue operations and during completion callbacks.
 """
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Final
-
-import torch
 
 from kvshelf.errors import (
     BadObjectError,
@@ -76,7 +75,7 @@ from kvshelf.transfer.load import Failure, Piece
 _ANNOUNCED: Final = 32
 #: Chunks of fewer bytes are read sooner by one thread than by two.
 _SHARED_BYTES: Final = 1 << 20
-#: Of so many loads, the oldest ones, the one with the fewest chunks left is found.
+#: The load with the fewest chunks left is looked for among so many of the oldest loads.
 _COMPARED: Final = 64
 
 
@@ -101,6 +100,8 @@ class Reading:
     Attributes
     ----------
     chunk : Chunk
+    name : Hashable
+        Its name in memory.
     wants : list of (Piece, int)
         The loads that it is for, and the item of each.
     unread : list of int
@@ -121,6 +122,7 @@ class Reading:
     """
 
     chunk: Chunk
+    name: Hashable
     wants: list[tuple[Piece, int]]
     unread: list[int]
     unfinished: int
@@ -155,14 +157,14 @@ class Loads(TransferHalf):
     """
 
     def __init__(self, context: TransferContext) -> None:
-        # One for what lies in memory, which no slow read holds up.
+        # One more than those that may read from the storage: it takes what lies in memory.
         super().__init__(context, "load", context.shares.threads)
         self._shards = context.plan.shards
         self.chunk_bytes = context.places.chunk_bytes
         self._ring = context.memory.ring
         self._announced = max(1, _ANNOUNCED // len(self._shards))
-        self._most_far = context.load_threads
-        self._most_early = max(1, self._most_far - max(1, self._most_far // 4))
+        self._storage_threads = context.load_threads
+        self._early_threads = max(1, self._storage_threads - max(1, self._storage_threads // 4))
         self._chunks_at_once = max(1, context.load_threads // len(self._shards))
         #: Those that are not finished, the oldest first.
         self._active: dict[Piece, None] = {}
@@ -179,7 +181,7 @@ class Loads(TransferHalf):
         #: that of each thread.
         self._reading: dict[object, Reading] = {}
         self._begun: deque[Reading] = deque()
-        self._at: dict[int, Reading] = {}
+        self._reading_of: dict[int, Reading] = {}
 
     # ------------------------------------------------------------- step thread
 
@@ -218,6 +220,7 @@ class Loads(TransferHalf):
         nbytes = len(items) * self.chunk_bytes
         piece = Piece(
             items,
+            [self._places.name(item.chunk) for item in items],
             early,
             keeps,
             nbytes=nbytes,
@@ -234,7 +237,7 @@ class Loads(TransferHalf):
             except DeviceUnavailableError:
                 usable = False
         if usable:
-            self._announce(piece, 0)
+            self._announce(piece)
         with self._lock:
             if not early:
                 nbytes = bytes_ahead + self.loading_bytes + piece.nbytes
@@ -253,23 +256,28 @@ class Loads(TransferHalf):
 
     def _enqueue(self, piece: Piece) -> None:
         """Queue the chunks of a load; those that are being read are shared. Holds the lock."""
-        for item, slots in enumerate(piece.items):
-            name = self._places.name(slots.chunk)
-            reading = self._reading.get(name)
-            if reading is None:
-                self._wanted.setdefault(name, {})[piece] = item
-            else:
-                piece.begin(item)
-                reading.wants.append((piece, item))
-        (self._early if piece.early else self._queue)[piece] = None
+        for item in range(len(piece.items)):
+            self._want(piece, item)
         self._update(piece)
         self._work.notify(len(piece.items))
 
-    def _announce(self, piece: Piece, first: int) -> None:
-        """Announce some items of a load to the shelf. Does not hold the lock."""
-        # Where few are to be read at once, who is told of all would read them.
-        if not piece.early and not piece.at_once:
-            items = piece.items[first : first + self._announced]
+    def _want(self, piece: Piece, item: int) -> None:
+        """Queue one chunk of a load, or share what is being read of it."""
+        name = piece.names[item]
+        reading = self._reading.get(name)
+        if reading is None:
+            self._wanted.setdefault(name, {})[piece] = item
+        else:
+            piece.begin(item)
+            reading.wants.append((piece, item))
+        (self._early if piece.early else self._queue)[piece] = None
+
+    def _announce(self, piece: Piece) -> None:
+        """Announce the next items of a load to the shelf. The caller does not hold the lock."""
+        items = piece.items[piece.announced : piece.announced + self._announced]
+        piece.announced += self._announced
+        # A shelf that is told of a load with a bound would read all of it at once.
+        if items and not piece.early and not piece.at_once:
             self._shelf.expect([item.chunk for item in items], self._shards)
 
     def cancel(self, piece: Piece, *, count: bool = True) -> None:
@@ -281,7 +289,7 @@ class Loads(TransferHalf):
         """
         with self._lock:
             if not piece.finished:
-                piece.cancelled = True
+                piece.cancel()
                 if count and not piece.early:
                     self._counters.add("cancelled_loads")
                 self._settle(piece)
@@ -301,7 +309,7 @@ class Loads(TransferHalf):
         """Give an early load up, and what it pins of its items from `first` on."""
         with self._lock:
             if not piece.finished:
-                piece.cancelled = True
+                piece.cancel()
                 self._settle(piece)
             kept = {item: piece.kept.pop(item) for item in list(piece.kept) if item >= first}
         fresh = [slot for item, slot in kept.items() if item in piece.fresh]
@@ -322,31 +330,29 @@ class Loads(TransferHalf):
         if piece.next_item >= piece.wanted:
             (self._early if piece.early else self._queue).pop(piece, None)
             self._near.pop(piece, None)
-            for item in range(piece.next_item, len(piece.items)):
-                self._forget_want(piece, item)
-            return
-        if piece in self._queue:
-            if self._ring.holds([self._next_name(piece)])[0]:
+            for name in piece.names[piece.next_item :]:
+                wanted = self._wanted.get(name, {})
+                if wanted.pop(piece, None) is not None and not wanted:
+                    del self._wanted[name]
+        elif piece in self._queue:
+            if self._ring.holds([piece.names[piece.next_item]])[0]:
                 self._near[piece] = None
             else:
                 self._near.pop(piece, None)
-
-    def _forget_want(self, piece: Piece, item: int) -> None:
-        name = self._places.name(piece.items[item].chunk)
-        wanted = self._wanted.get(name, {})
-        if wanted.pop(piece, None) is not None and not wanted:
-            del self._wanted[name]
 
     def _take(self) -> tuple[Reading, list[int]] | None:
         """Return what a thread does next: a chunk, and the shards of it to read; None: nothing."""
         while self._near:
             near = next(iter(self._near))
-            slot = self._ring.find(self._next_name(near), self._memory.loads)
+            slot = self._ring.find(near.names[near.next_item], self._memory.loads)
             if slot is not None:
                 return self._begin(near, slot)
             # It was evicted meanwhile.
             del self._near[near]
-        if sum(not reading.is_near for reading in self._at.values()) >= self._most_far:
+        if (
+            sum(not reading.is_near for reading in self._reading_of.values())
+            >= self._storage_threads
+        ):
             return None
         early: Reading | None = None
         for reading in list(self._begun):
@@ -358,12 +364,12 @@ class Loads(TransferHalf):
                 early = early or reading
         if self._queue:
             piece = self._choose()
-            return None if piece is None else self._begin_next(piece)
-        if sum(reading.is_early for reading in self._at.values()) >= self._most_early:
+            return None if piece is None else self._begin(piece)
+        if sum(reading.is_early for reading in self._reading_of.values()) >= self._early_threads:
             return None
         if early is not None:
             return early, self._take_shards(early)
-        return self._begin_next(next(iter(self._early))) if self._early else None
+        return self._begin(next(iter(self._early))) if self._early else None
 
     def _choose(self) -> Piece | None:
         """Return the load whose turn it is, see the module; None if that may read no more now."""
@@ -376,27 +382,28 @@ class Loads(TransferHalf):
         compared = [piece for piece in islice(self._queue, _COMPARED) if piece.may_begin]
         return min(compared, key=lambda piece: (piece.wanted - piece.next_item).bit_length())
 
-    def _next_name(self, piece: Piece) -> tuple[bytes, str]:
-        return self._places.name(piece.items[piece.next_item].chunk)
-
-    def _begin_next(self, piece: Piece) -> tuple[Reading, list[int]]:
-        return self._begin(piece, self._ring.find(self._next_name(piece), self._memory.loads))
-
-    def _begin(self, piece: Piece, slot: Slot | None) -> tuple[Reading, list[int]]:
+    def _begin(self, piece: Piece, slot: Slot | None = None) -> tuple[Reading, list[int]]:
         """Begin the next chunk of a load, in memory if a slot has it, for all who want it."""
-        chunk = piece.items[piece.next_item].chunk
-        name = self._places.name(chunk)
+        name = piece.names[piece.next_item]
+        slot = slot or self._ring.find(name, self._memory.loads)
         # A chunk that a load wants twice is wanted under one of both items.
         wants = list({**self._wanted.pop(name, {}), piece: piece.next_item}.items())
-        reading = Reading(chunk, wants, [], 0, self._memory.loads, slot, is_near=slot is not None)
+        reading = Reading(
+            piece.items[piece.next_item].chunk,
+            name,
+            wants,
+            unread=[],
+            unfinished=0,
+            share=self._memory.loads,
+            slot=slot,
+            is_near=slot is not None,
+        )
         if slot is None:
             self._reading[name] = reading
             reading.unread = list(self._shards)
             reading.unfinished = len(self._shards)
             self._begun.append(reading)
         for other, item in wants:
-            if other.started is None:
-                other.started = time.monotonic()
             other.begin(item)
             self._update(other)
         return reading, self._take_shards(reading)
@@ -421,9 +428,8 @@ class Loads(TransferHalf):
         wants, reading.wants = reading.wants, []
         if not reading.is_over:
             reading.is_over = True
-            name = self._places.name(reading.chunk)
-            if self._reading.get(name) is reading:
-                del self._reading[name]
+            if self._reading.get(reading.name) is reading:
+                del self._reading[reading.name]
             if reading.unread:
                 self._begun.remove(reading)
                 reading.unfinished -= len(reading.unread)
@@ -454,7 +460,7 @@ class Loads(TransferHalf):
                 if task is None:
                     return
                 reading, shards = task
-                self._at[thread] = reading
+                self._reading_of[thread] = reading
             with trace_range("kvshelf load"):
                 failed = self._read(reading, shards) if shards else None
             if self._note_read(thread, reading, len(shards), failed):
@@ -465,8 +471,9 @@ class Loads(TransferHalf):
         chunk = reading.chunk
         shard = shards[0]
         try:
-            if shard == self._shards[0]:
-                self._announce_next(reading)
+            for piece, item in reading.wants[:1]:
+                if piece.announced <= item + self._announced:
+                    self._announce(piece)
             if self._shelf.pins:
                 for shard in shards:
                     pinned = self._shelf.pin(ObjectRef(chunk, shard))
@@ -480,15 +487,10 @@ class Loads(TransferHalf):
             if slot is None:
                 return None
             views = [self._places.view(slot, chunk, shard) for shard in shards]
-            return self._shelf.load_all(chunk, shards, views)
+            hold = functools.partial(self._places.hold, slot, self._context.shares.ahead)
+            return self._shelf.load_all(chunk, shards, views, hold)
         except Exception as error:  # noqa: BLE001 - the thread must go on
             return FailedRead(shard, error)
-
-    def _announce_next(self, reading: Reading) -> None:
-        """Announce further chunks of a load, once in a while."""
-        for piece, item in reading.wants[:1]:
-            if item % self._announced == 0:
-                self._announce(piece, item + self._announced)
 
     def _slot_for(self, reading: Reading) -> Slot | None:
         """Return the slot of a chunk, taken for its first object; None if the chunk is over."""
@@ -504,10 +506,13 @@ class Loads(TransferHalf):
                     slot = self._places.claim(reading.chunk, reading.share, is_named=False)
                 reading.slot = slot
                 if slot is None:
-                    # With the same lock: who comes later may have memory that early loads have not.
+                    # Before the lock is free: a load that comes later may claim more memory than an
+                    # early one.
                     lacking = self._end(reading)
             slot = reading.slot
-        self._fail_all(reading.chunk, lacking, FailedRead(self._shards[0], _NoRoomError("none")))
+        if lacking:
+            failed = FailedRead(self._shards[0], _NoRoomError("there is no memory for it"))
+            self._fail_all(reading.chunk, lacking, failed)
         return slot
 
     def _note_read(
@@ -515,7 +520,7 @@ class Loads(TransferHalf):
     ) -> bool:
         """Note that objects of a chunk were read; return whether the thread delivers the chunk."""
         with self._lock:
-            self._at.pop(thread, None)
+            self._reading_of.pop(thread, None)
             reading.unfinished -= count
             if reading.is_over:
                 if not reading.unfinished:
@@ -540,11 +545,10 @@ class Loads(TransferHalf):
 
     def _deliver(self, reading: Reading) -> None:
         """Copy a chunk to where the loads want it, give its memory back, and note that it came."""
-        slot, chunk = reading.slot, reading.chunk
+        slot = reading.slot
         with self._lock:
-            name = self._places.name(chunk)
-            if self._reading.get(name) is reading:
-                del self._reading[name]
+            if self._reading.get(reading.name) is reading:
+                del self._reading[reading.name]
             wants, reading.wants = reading.wants, []
         if slot is not None and not reading.lent and not reading.is_near:
             stays = self._memory.keeps or any(piece.early for piece, _ in wants)
@@ -580,7 +584,7 @@ class Loads(TransferHalf):
             with self._lock:
                 if not piece.wants(item):
                     return None
-                if slot is None or not self._ring.pin(slot, self._context.shares.ahead):
+                if slot is None or not self._ring.pin(slot, self._context.shares.ahead, stays=True):
                     return Failure.UNAVAILABLE
                 piece.kept[item] = slot
                 if is_fresh:
@@ -602,7 +606,12 @@ class Loads(TransferHalf):
         try:
             memory = self._context.kv_memory(slots)
             fence = piece.fence if slots.memory is None else slots.fence
-            payloads = [self._payload(reading, shard) for shard in self._shards]
+            payloads = [
+                self._places.payload(reading.slot, chunk, shard)
+                if shard not in reading.lent and reading.slot is not None
+                else bytes_at(reading.lent[shard].view)[self._fmt.data_offset :]
+                for shard in self._shards
+            ]
             if len(payloads) == 1:
                 memory.scatter(self._shards[0], slots.slots, payloads[0], fence)
             else:
@@ -628,14 +637,9 @@ class Loads(TransferHalf):
                 self._counters.add("memory_tier_loaded_bytes", self._bytes_of(chunk))
         return None
 
-    def _payload(self, reading: Reading, shard: int) -> torch.Tensor:
-        pinned = reading.lent.get(shard)
-        if pinned is not None:
-            return bytes_at(pinned.view)[self._fmt.data_offset :]
-        assert reading.slot is not None
-        return self._places.payload(reading.slot, reading.chunk, shard)
-
     def _bytes_of(self, chunk: Chunk) -> int:
+        if not chunk.tail:
+            return self.chunk_bytes
         return sum(self._shelf.size(chunk, shard) for shard in self._shards)
 
     def _note_failure(
@@ -683,10 +687,17 @@ class Loads(TransferHalf):
     def _give_up_thread(self, thread: int) -> None:
         """Give up the chunk that a stuck thread reads."""
         with self._lock:
-            reading = self._at.pop(thread, None)
-            for piece, item in [] if reading is None else self._end(reading):
+            reading = self._reading_of.pop(thread, None)
+            wants = [] if reading is None else self._end(reading)
+            for piece, item in wants[:1]:
                 if piece.wants(item):
                     self._give_up(piece, item)
+            # The other loads only waited for it: they read the chunk themselves.
+            for piece, item in wants[1:]:
+                if piece.wants(item):
+                    piece.begin_again(item)
+                    self._want(piece, item)
+                    self._update(piece)
             # Where no thread takes the place of the stuck one, another one goes on.
             self._work.notify()
 

@@ -1,16 +1,16 @@
 """What an engine reads ahead into memory, for requests that wait to be scheduled.
 
 Owns which chunks each request still wants, and how many may be in memory for all of them. The
-reading itself is an early load (:mod:`kvshelf.transfer.loads`), which pins each chunk that has come
-until the request's own load has used it, or the request has ended.
+reading itself is an early load (:mod:`kvshelf.transfer.loads`), which pins each chunk that it has
+read until the request's own load has used the chunk, or the request has ended.
 
 Contracts
 ---------
 * Requests are served in order of arrival: the chunks that are needed first come first. Nothing is
-  read that would not fit beside what is pinned already.
+  read that would not fit beside what is pinned already, but for one chunk.
 * A chunk that several requests need is read once.
-* A chunk that cannot be read ends what is read ahead for the requests that need it; where the
-  storage or memory was unavailable, it is read again a second later.
+* A chunk that cannot be read ends the reading for the requests that need it. Where the storage or
+  the memory was unavailable, all reading rests for a second, and the chunk is read again.
 * All methods run on the worker's step thread, and none calls the storage.
 """
 
@@ -43,7 +43,7 @@ class _Request:
     chunks : deque of Chunk
         What is not read yet.
     pieces : list of Piece
-        The early loads of the rest.
+        The early loads that were started.
     ended : bool
         Nothing more is read for it.
     """
@@ -104,9 +104,9 @@ class ReadAhead:
             self.release(request_id)
 
     def take_failures(self) -> list[tuple[Chunk, Failure]]:
-        """Return the chunks that could not be read since the last call, each with the reason.
+        """Return the chunks that could not be read since the last call, and read on.
 
-        Called once per step.
+        Called once per step. Chunks of a storage that was unavailable are not among them.
         """
         failures: dict[Chunk, Failure] = {}
         while self._finished:
@@ -132,7 +132,7 @@ class ReadAhead:
         self._loads.release(piece, first)
 
     def _note_failed(self, piece: Piece) -> dict[Chunk, Failure]:
-        """Read what an early load did not bring again later, or end its request."""
+        """Queue the chunks that an early load did not bring again, or end its request."""
         request = next((one for one in self._requests.values() if piece in one.pieces), None)
         if request is None:
             return {}
@@ -143,11 +143,11 @@ class ReadAhead:
             if failure is not Failure.UNAVAILABLE
         }
         rest = [item.chunk for item in piece.items[first:]]
-        # What came behind the failure is found again, if it is still there.
+        # Chunks that came behind the failure are unpinned. The next read finds them in memory.
         self._release(piece, first)
         piece.items = piece.items[:first]
         if lost:
-            # What lies before it is of use, and is read on.
+            # Early loads of chunks before the failure go on.
             request.ended = True
             request.chunks.clear()
             for other in list(request.pieces):
@@ -155,7 +155,7 @@ class ReadAhead:
                     self._release(other, 0)
                     request.pieces.remove(other)
         elif not request.ended:
-            request.chunks.extendleft(reversed(rest))
+            request.chunks = deque(sorted([*rest, *request.chunks], key=lambda chunk: chunk.index))
             self._retry_at = time.monotonic() + _RETRY_SECONDS
         if not first:
             request.pieces.remove(piece)

@@ -404,23 +404,24 @@ class Registration:
             for kind, (fmt, plan) in places.items()
         )
         keeps = self._config.memory_bytes > 0
+        chunk = sum(_slot_bytes(fmt, plan) for fmt, plan in places.values())
+        # The threads of an unknown storage: of others there are more, as far as memory allows.
+        spares = (self.io_threads()[0] + 1) * chunk
         if keeps:
             # That of this rank: the connector has divided it.
             total = self._config.memory_bytes
         else:
-            chunk = sum(_slot_bytes(fmt, plan) for fmt, plan in places.values())
-            # The threads of an unknown storage: of others there are more, as far as memory allows.
-            spares = (self.io_threads()[0] + 1) * chunk
             most = memory_limit() // _MEMORY_SHARE // local_ranks(self._vllm_config)
             total = max(DEFAULT_MEMORY, min(_STEPS * step + spares, most), spares + 3 * chunk)
-        if chunks and total // 2 < step and not self._engine.rank:
+        for_stores = (total - min(spares, total // 2)) // 2
+        if chunks and for_stores < step and not self._engine.rank:
             logger.warning(
                 "stores have %d bytes of memory, too few for the %d chunks that one step of %d"
                 " tokens may complete: chunks of full attention are stored in later steps while"
                 " their requests run, and the rest of such a step is not stored. It all takes %d"
                 " bytes: give the engine twice as much memory, or set --max-num-batched-tokens"
                 " lower",
-                total // 2,
+                for_stores,
                 chunks,
                 self._vllm_config.scheduler_config.max_num_batched_tokens,
                 step,
