@@ -4,8 +4,9 @@ Owns which slot is free, filled or kept, who may take one, and what is evicted f
 alone: :mod:`kvshelf.memory.chunk_memory` has the bytes.
 
 A slot is *filling* from :meth:`Ring.claim` on, *sealed* from :meth:`Ring.seal` on, and free again
-after its last :meth:`Ring.release`, or later if it stays. Slots that stay are evicted for others,
-those first that were not used since the last visit (second chance).
+after its last :meth:`Ring.release`. A slot that *stays* is free when it is evicted or forgotten. A
+hand goes round the ring and evicts slots that were not used since it last passed them (second
+chance).
 
 Contracts
 ---------
@@ -17,8 +18,9 @@ Contracts
   a deadline. Loads need no wait. A load thread holds at most one slot that is filling, and there is
   a spare slot for each load thread; stores and what is read ahead never hold those. So a load goes
   on, whatever else hangs.
-* A call looks at no more than ``looks`` slots. Nothing is evicted for what finds no room, unless
-  so many slots lie side by side that no call could look at enough of them.
+* A call looks at no more than ``looks`` slots, unless it may wait. A claim that is refused evicts
+  nothing, except where one call cannot look at enough slots side by side: it merges those that it
+  has seen, and a later call goes on behind them.
 * Any thread may call all methods. One lock; nothing else is called with it.
 """
 
@@ -39,6 +41,10 @@ LOOKS: Final = 700
 def rounded(nbytes: int, alignment: int = ALIGNMENT) -> int:
     """Round a size up to a multiple of the alignment."""
     return -(-nbytes // alignment) * alignment
+
+
+def _do_nothing() -> None:
+    pass
 
 
 @dataclass(eq=False, slots=True)
@@ -144,7 +150,7 @@ class Ring:
     """
 
     def __init__(
-        self, on_end: Callable[[], None] = lambda: None, *, alignment: int = ALIGNMENT
+        self, on_end: Callable[[], None] = _do_nothing, *, alignment: int = ALIGNMENT
     ) -> None:
         self._alignment = alignment
         self.capacity = self.spare_bytes = 0
@@ -215,16 +221,17 @@ class Ring:
         Parameters
         ----------
         name : Hashable
-            What is about to be filled in. While another slot is being filled with it, the slot gets
-            no name, and can never be found.
+            What is about to be filled in. If another slot has the name, or is being filled for it,
+            the slot gets no name, and can never be found.
         size : int
             Bytes.
         share : Share
         objects : int
             See :attr:`Slot.objects`.
         deadline : float
-            Until when to wait for room, in seconds of :func:`time.monotonic`.
+            Until when to wait for room, in seconds of :func:`time.monotonic`; 0: not at all.
         looks : int
+            Slots that the call may look at, if it does not wait.
 
         Returns
         -------
@@ -232,6 +239,8 @@ class Ring:
             None: there is no room, or the ring is closed.
         """
         nbytes = rounded(size, self._alignment)
+        if deadline:
+            looks = 1 << 62
         with self._changed:
             while not self._closed:
                 slot = self._named.get(name)
@@ -277,8 +286,8 @@ class Ring:
         Returns
         -------
         bool
-            False: the share has no room for it, it shall stay and its name is not found, or the
-            ring is closed.
+            False: the share has no room for it, it was to stay and its name is not found any more,
+            or the ring is closed.
         """
         with self._changed:
             if (stays and self._named.get(slot.name) is not slot) or not self._may_pin(slot, share):
@@ -302,14 +311,13 @@ class Ring:
             for slot in slots:
                 self._unpin(slot, share)
             self._notify()
-            is_over = self._closed and not self._pinned_slots
-        if is_over:
-            self._end()
+            on_end = self._take_end()
+        on_end()
 
     def forget(self, name: Hashable) -> bool:
         """Let a name be found no more, and what is being filled with it neither.
 
-        Memory that is pinned is free with its last pin. Returns whether the name was found.
+        A pinned slot is free after its last release. Returns whether the name was found.
         """
         with self._changed:
             self._filling.pop(name, None)
@@ -325,30 +333,27 @@ class Ring:
         """Return what is here, and what has been."""
         with self._changed:
             return RingStats(
-                self.capacity,
-                self._pinned_bytes,
-                self._kept_bytes,
-                *self._stored,
-                *self._evicted,
+                self.capacity, self._pinned_bytes, self._kept_bytes, *self._stored, *self._evicted
             )
 
     def close(self) -> None:
         """Hand out nothing more, find nothing more, and wake who waits. Idempotent."""
         with self._changed:
-            is_over = not self._closed and not self._pinned_slots
             self._closed = True
             self._named.clear()
             self._filling.clear()
             self._notify()
-        if is_over:
-            self._end()
+            on_end = self._take_end()
+        on_end()
 
     # ------------------------------------------------------------- inside, with the lock
 
-    def _end(self) -> None:
-        """Tell once that nothing uses the memory any more. Without the lock."""
-        on_end, self._on_end = self._on_end, lambda: None
-        on_end()
+    def _take_end(self) -> Callable[[], None]:
+        """Return what to call without the lock: `on_end`, once, if nothing uses the memory."""
+        if not self._closed or self._pinned_slots:
+            return _do_nothing
+        on_end, self._on_end = self._on_end, _do_nothing
+        return on_end
 
     def _notify(self) -> None:
         self._changes += 1
@@ -440,7 +445,8 @@ class Ring:
         """Make one slot of what lies side by side behind the hand, and is not pinned or used."""
         first = slot = self._hand
         room = 0
-        #: The same with used slots; and the first such run that is large enough.
+        # The same with slots that were used; the first such run that is large enough serves where
+        # no other does.
         first_used, room_used = slot, 0
         large_enough: tuple[Slot, Slot, int] | None = None
         # Two rounds clear all marks of use; a third one finds what lies across the beginning.
