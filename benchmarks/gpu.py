@@ -98,7 +98,7 @@ def rows() -> Iterator[dict[str, Any]]:
         piece, heads = size // shards, HEADS // shards
         calls = {n: [LayerCall(caches, layout, 0, piece, heads, n * heads)] for n in range(shards)}
         memory = ChunkMemory(2 * size, device=out.device)
-        path = DeviceKVCache(calls, ring=CHUNKS, loads=8, pinned=memory.is_pinned)
+        path = DeviceKVCache(calls, ring=CHUNKS, loads=8, pinned=memory.is_page_locked)
         payloads = [memory.tensor[n * piece : (n + 1) * piece] for n in range(shards)]
         on_device = list(out[0])
 

@@ -208,7 +208,7 @@ class Rig:
             for shard in range(SHARDS)
         }
         self.memory = ChunkMemory(16 << 20, device=DEVICE)
-        self.path = DeviceKVCache(calls, pinned=self.memory.is_pinned)
+        self.path = DeviceKVCache(calls, pinned=self.memory.is_page_locked)
         self.payloads = list(self.memory.tensor[: SHARDS * size].split(size))
 
     def expected(self, slots: Tensor, pages: Paged | None = None) -> Tensor:
@@ -308,7 +308,7 @@ def test_memory_that_cannot_be_page_locked(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(arena, "page_lock", refuse)
     with rig() as made:
-        assert not made.memory.is_pinned
+        assert not made.memory.is_page_locked
         slots = slots_of(made.pages, 1, TOKENS, skip=0)[0]
         want = made.expected(slots)
         made.store(slots)

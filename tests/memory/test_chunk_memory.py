@@ -157,7 +157,7 @@ def test_memory_that_keeps_nothing_is_taken_when_it_is_written_to(system: System
     memory = ChunkMemory(8 * MIB, counters=counters)
     memory.grow()
     assert memory.ring.capacity == memory.nbytes == 8 * MIB
-    assert not memory.is_pinned
+    assert not memory.is_page_locked
     assert resident(memory.view) == 0
     assert not named(THREAD)
     assert counters.gauges()["memory_tier_limit_bytes"] == 0
@@ -180,7 +180,7 @@ def test_memory_of_pieces_has_one_at_once_and_the_others_from_a_thread(
     # It is tried again.
     grow(memory)
     assert resident(memory.view) == 7 * MIB
-    assert memory.is_pinned == (device is not None)
+    assert memory.is_page_locked == (device is not None)
     assert shares.stores.limit == shares.ahead.limit == 2 * MIB
     for share, count in ((shares.stores, 2), (shares.ahead, 2), (memory.loads, 3)):
         assert len(claim_all(memory, share, MIB)) == count
@@ -275,7 +275,7 @@ def test_memory_of_which_a_later_piece_is_refused_stays_as_it_is(
     assert memory.ring.capacity == memory.nbytes == PIECE
     assert shares.stores.limit == shares.ahead.limit == (PIECE - PAGE) // 2
     assert list(system.cuda.registered.values()) == ([] if device is None else [PIECE])
-    assert memory.is_pinned == (device is not None)
+    assert memory.is_page_locked == (device is not None)
     assert len(warnings(caplog)) == 1
 
 
@@ -301,7 +301,7 @@ def test_memory_that_cannot_be_page_locked_is_ordinary_memory(
     segment = Segment(4096, regions=8 * MIB)
     regions = segment.take_region if is_lent else None
     memory = ChunkMemory(6 * MIB, keeps=keeps, device=GPU, regions=regions)
-    assert not memory.is_pinned
+    assert not memory.is_page_locked
     grow(memory)
     assert memory.nbytes == 6 * MIB
     assert system.cuda.registered == {}
@@ -355,17 +355,17 @@ def test_memory_that_is_closed_is_given_back_with_its_last_slot(
     assert memory.ring.capacity == (PIECE if in_pieces else 7 * MIB)
     grow(memory)
     assert in_pieces or not named(THREAD)
-    assert memory.is_pinned == (device is not None)
+    assert memory.is_page_locked == (device is not None)
     locked = list(system.cuda.registered.values())
     pieces = [PIECE, PIECE, PIECE, MIB] if in_pieces else [7 * MIB]
-    assert locked == (pieces if memory.is_pinned else [])
+    assert locked == (pieces if memory.is_page_locked else [])
     slots = claim_all(memory, memory.loads, 300 * PAGE) + claim_all(memory, memory.loads, PAGE)
     assert memory.loads.pinned_bytes == 7 * MIB
     for slot in slots:
         part = slice(slot.offset, slot.offset + slot.size)
         memory.tensor[part] = 7
         assert memory.view[part.stop - 1] == 7
-        assert system.cuda.holds(memory.view[part]) == memory.is_pinned
+        assert system.cuda.holds(memory.view[part]) == memory.is_page_locked
         assert (segment.offset_of(memory.view[part]) is not None) == is_lent
     mapped = weakref.ref(memory.view.obj)
     memory.ring.release(memory.loads, slots[1:])

@@ -120,7 +120,7 @@ class ChunkMemory:
     ----------
     nbytes : int
     keeps : bool
-    is_pinned : bool
+    is_page_locked : bool
         Whether the memory is page-locked.
     ring : Ring
     loads : Share
@@ -169,8 +169,8 @@ class ChunkMemory:
             else:
                 self.view, self.tensor = region.view, bytes_at(region.view)
                 self._closing.append(region.release)
-            self.is_pinned = device is not None and self._lock_first(region)
-            if region is not None or not (keeps or self.is_pinned):
+            self.is_page_locked = device is not None and self._lock_first(region)
+            if region is not None or not (keeps or self.is_page_locked):
                 self._extend(self.nbytes)
             elif not self._taken:
                 self._take_piece()

@@ -499,7 +499,7 @@ class Registration:
                 # A worker with parts of shards never gathers.
                 ring=1 if plan.divided else self._ring(fmt.kind),
                 loads=self.io_threads()[0],
-                pinned=host.is_pinned,
+                pinned=host.is_page_locked,
                 streams=self._streams(),
             )
         return TransferMemory(fmt, cache, places, plan, slots)
