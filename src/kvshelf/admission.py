@@ -42,14 +42,12 @@ from __future__ import annotations
 import math
 from typing import Final, NamedTuple
 
-from kvshelf.costs import LoadCosts, PrefillCosts
+from kvshelf.costs import LoadCosts, PrefillCosts, attended
 
 #: ε: share of the time of computing a hit by which its load may delay the first token.
 MOST_DELAY: Final = 0.25
 #: Chunks that are read at once are to arrive within this share of the time until a cut.
 _SLACK_SHARE: Final = 0.75
-#: Shares of a load at which it is compared with computing as much.
-_SHARES: Final = tuple(place / 16 for place in range(16))
 #: Share of a computed prompt's time that each request waits whose load runs.
 _DELAYED: Final = 0.5
 #: Seconds that a load may take while it is not known how long computing takes.
@@ -299,10 +297,14 @@ class AdmissionRule:
         """Return how many seconds later the chunks of a steady load may come before it is cut.
 
         The hit can be divided. Its chunks arrive evenly, but early tokens are computed faster than
-        late ones. So a steady load is behind in its midst.
+        late ones. So a steady load is behind in its midst: with a share s of it there, by
+        s·slope − s²·curve, where the curve is what attention inside the hit takes.
         """
-        seconds, start, length = self.prefill.seconds, hit.start, hit.end - hit.start
-        slack = before.unloaded + MOST_DELAY * seconds(start, hit.end)
-        load = self.load_costs(hit).seconds(hit.nbytes)
-        late = (share * load - seconds(start, start + int(share * length)) for share in _SHARES)
-        return slack - max(late)
+        whole = self.prefill.seconds(hit.start, hit.end)
+        curve = self.prefill.seconds_of(0.0, attended(0, hit.end - hit.start))
+        slope = self.load_costs(hit).seconds(hit.nbytes) - whole + curve
+        share = 0.0
+        if slope > 0:
+            share = slope / (2 * curve) if slope < 2 * curve else 1.0
+        latest = share * slope - share**2 * curve
+        return before.unloaded + MOST_DELAY * whole - latest
