@@ -14,8 +14,10 @@ from dataclasses import dataclass
 from typing import Final
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from kvshelf.admission import AdmissionRule, Before, Hit
+from kvshelf.admission import MOST_DELAY, AdmissionRule, Before, Hit
 
 CHUNK: Final = 256
 BLOCK: Final = 16
@@ -195,6 +197,31 @@ def test_a_storage_whose_speed_changes_is_followed_after_trials(*, hybrid: bool)
             settled.append((taken, better))
     assert statistics.median(taken / better for taken, better in settled) <= 1.15
     assert sum(taken for taken, _ in settled) <= 1.15 * sum(better for _, better in settled)
+
+
+@given(
+    length=st.sampled_from([512, 4096, 32768]),
+    start=st.sampled_from([0, 256, 8192]),
+    pair_seconds=st.sampled_from([0.0, 1e-9, 3e-8]),
+    share_of_computing=st.floats(0.01, 3.0),
+)
+def test_slack_is_that_of_the_moment_at_which_a_steady_load_is_latest(
+    length: int, start: int, pair_seconds: float, share_of_computing: float
+) -> None:
+    rule, end = AdmissionRule(STEP_TOKENS), start + length
+    for tokens in (256, 1024, STEP_TOKENS) * 3:
+        taken = STEP_SECONDS + tokens * TOKEN_SECONDS + tokens**2 / 2 * pair_seconds
+        rule.prefill.learn([(0, tokens)], 0, taken)
+    seconds = rule.prefill.seconds
+    hit = Hit(start, end, end + BLOCK, CHUNK, TOKEN_BYTES * length, divisible=True)
+    load = share_of_computing * seconds(start, end)
+    rule.load_costs(hit).learn(hit.nbytes, load)
+    late = max(
+        place / length * load - seconds(start, start + place)
+        for place in range(0, length + 1, length // 512)
+    )
+    expected = 1.0 + MOST_DELAY * seconds(start, end) - late
+    assert rule._slack(hit, Before(unloaded=1.0)) == pytest.approx(expected, rel=1e-3)
 
 
 def test_load_while_computing_is_unknown_may_take_as_long_as_usual() -> None:
