@@ -197,11 +197,12 @@ class AdmissionRule:
 
     def admits(self, hit: Hit, before: Before) -> bool:
         """Whether a hit is expected to be loaded sooner than it is computed."""
-        if self.is_unknown(hit):
+        costs, others = self.load_costs(hit), before.beside(hit)
+        if not (costs.knows(hit.nbytes) and self.prefill.most):
             return True
-        costs, is_known = self.load_costs(hit), self._knows_computing(hit)
+        is_known = self._knows_computing(hit)
         seconds = self.prefill.seconds if is_known else self.prefill.seconds_at_most
-        load = costs.seconds(self.bytes_on_way(hit, before))
+        load = costs.seconds(others + hit.nbytes)
         rest, whole = seconds(hit.end, hit.tokens), seconds(hit.start, hit.tokens)
         computed = before.computing + whole + _DELAYED * before.loads * (whole - rest)
         loaded = max(before.computing, load) + rest
@@ -210,9 +211,12 @@ class AdmissionRule:
         if not hit.divisible:
             # A load that would be cut brings nothing.
             return loaded < computed and load < before.unloaded + whole - rest
-        first_bytes = self.at_once(hit, before) * hit.nbytes / hit.chunks
-        first = costs.seconds(before.beside(hit) + first_bytes)
-        return loaded < computed and first < self._slack(hit, before)
+        if loaded >= computed:
+            return False
+        slack = self._slack(hit, before)
+        chunk_bytes = hit.nbytes / hit.chunks
+        first = costs.at_once(chunk_bytes, others, _SLACK_SHARE * slack, hit.chunks)
+        return costs.seconds(others + first * chunk_bytes) < slack
 
     def _end_beside_trial(self, hit: Hit, now: float) -> int:
         """Return the end of a hit that is loaded, less what of it is computed as a trial now.
@@ -223,21 +227,21 @@ class AdmissionRule:
         if self._speedups != self.prefill.speedups:
             self._speedups, self._trials, self._computed_at = self.prefill.speedups, 0, -math.inf
         is_certain = self.prefill.is_certain(hit.tokens - hit.start)
+        passed = now - self._computed_at
+        if is_certain and passed < _FRESH_SECONDS:
+            return hit.end
         seconds, load = self.prefill.seconds_at_most, self.load_costs(hit).seconds(hit.nbytes)
         rest, length = seconds(hit.end, hit.tokens), hit.end - hit.start
         dearest = _PART_COST * (load + rest)
         if not (hit.divisible or is_certain):
             dearest = _WHOLE_COST * load
         growth = min(_TRIAL_PAUSE, _PAUSE_GROWTH**self._trials)
-        part = length
+        # A small step may cost more than is known of small steps.
+        part = length if passed >= growth * _LEAST_COST * (load + rest) else 0
         while part >= hit.unit:
             cost = seconds(hit.end - part, hit.tokens) - rest - load * part / length
             if cost <= dearest:
-                # A small step may cost more than is known of small steps.
-                pause = growth * max(cost, _LEAST_COST * (load + rest))
-                if is_certain:
-                    pause = max(pause, _FRESH_SECONDS)
-                if now - self._computed_at < pause:
+                if passed < growth * cost:
                     return hit.end
                 self._computed_at = now
                 self._trials += 1

@@ -17,6 +17,7 @@ Contracts
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Final
 
@@ -88,16 +89,15 @@ class Fit:
                 found[row] = max(0.0, (self._sums[row] - others) / max(products[row], 1e-12))
         self._solved = True
 
-    def seconds(self, features: Sequence[float]) -> float:
-        """Return how long something with these features is expected to take."""
+    def rates(self) -> list[float]:
+        """Return how long one unit of each feature is expected to take."""
         if not self._solved:
             self._solve()
-        return sum(
-            coefficient * feature / scale
-            for coefficient, feature, scale in zip(
-                self._coefficients, features, self._scales, strict=True
-            )
-        )
+        return list(map(operator.truediv, self._coefficients, self._scales))
+
+    def seconds(self, features: Sequence[float]) -> float:
+        """Return how long something with these features is expected to take."""
+        return sum(map(float.__mul__, self.rates(), map(float, features)))
 
 
 def attended(start: int, end: int) -> float:
@@ -157,6 +157,8 @@ class PrefillCosts:
         self._sizes = SizeCounts()
         self.most = 0
         self.speedups = 0
+        #: Seconds of a token, with its share of a step, and of a pair of tokens.
+        self._per_token = self._per_pair = 0.0
 
     def knows(self, tokens: int) -> bool:
         """Whether the steps that were learned say what it takes to compute so many tokens.
@@ -204,6 +206,8 @@ class PrefillCosts:
         elif began_slowly and EXTRAPOLATED * tokens < self.most:
             return expected
         self._fit.learn(features, seconds)
+        per_token, self._per_pair, _, per_step = self._fit.rates()
+        self._per_token = per_token + per_step / self._step_tokens
         if self.most:
             self._sizes.add(tokens)
         self.most = max(self.most, tokens)
@@ -234,11 +238,12 @@ class PrefillCosts:
 
     def seconds(self, start: int, end: int) -> float:
         """Return how long tokens ``[start, end)`` of a prompt take, with their share of a step."""
-        return self.seconds_of(*work(start, end))
+        tokens = max(0, end - start)
+        return tokens * (self._per_token + self._per_pair * (start + end) / 2)
 
     def seconds_of(self, tokens: float, pairs: float) -> float:
         """Return how long some :func:`work` takes; that of several prompts may be added."""
-        return self._fit.seconds((tokens, pairs, 0.0, tokens / self._step_tokens))
+        return self._per_token * tokens + self._per_pair * pairs
 
 
 class LoadCosts:
