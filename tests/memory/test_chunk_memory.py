@@ -22,7 +22,7 @@ from kvshelf.format.keys import Chunk
 from kvshelf.format.kinds import FULL, WINDOW
 from kvshelf.memory import chunk_memory
 from kvshelf.memory.arena import Arena
-from kvshelf.memory.chunk_memory import ChunkMemory, ChunkPlaces
+from kvshelf.memory.chunk_memory import ChunkMemory, ChunkPlaces, Shares
 from kvshelf.memory.ring import ALIGNMENT as PAGE
 from kvshelf.memory.ring import Share, Slot, rounded
 from kvshelf.metrics import Counters
@@ -590,10 +590,14 @@ def test_slot_that_is_held_once_more_stays_pinned_until_that_ends() -> None:
     memory = ChunkMemory(2 * SLOT)
     places = ChunkPlaces(memory, FMT, range(2))
     first, second = claim(places, CHUNKS[0]), claim(places, CHUNKS[1])
-    ahead = Share(SLOT)
-    end = places.hold(first, ahead)
+    shares = Shares(1, SLOT, 1.0, ahead=Share(2 * SLOT), copies=Share(SLOT))
+    end = places.hold(first, shares)
     assert end is not None
-    assert places.hold(second, ahead) is None
+    assert places.hold(second, shares) is None
+    # Also where read-ahead has all that it shares with the queue.
+    shares.ahead.pinned_bytes = SLOT
+    shares.copies.limit = 2 * SLOT
+    assert places.hold(second, shares) is None
     memory.ring.release(memory.loads, [first])
     assert claim_all(memory, memory.loads, SLOT) == []
     end()

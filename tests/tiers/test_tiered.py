@@ -41,6 +41,7 @@ from kvshelf.tiers import disk_tier as tier_module
 from kvshelf.tiers import tiered
 from kvshelf.tiers.disk_tier import DiskTier
 from kvshelf.tiers.tiered import TieredShelf, open_configured, open_late
+from kvshelf.transfer.read_ahead import ReadAhead
 from tests.faults import tier_child
 from tests.sim.storage import FAR, Fault, FaultyStorage, posix
 from tests.support.formats import hold_buffer, make_format, present
@@ -79,14 +80,14 @@ class Machine:
 
     def __init__(self, remote: Backend, tier: Path, **options: Any) -> None:
         self.counters = Counters()
-        memory_chunks = options.pop("memory_chunks", 16)
+        memory = {name: options.pop(name) for name in ("memory_chunks", "keeps") if name in options}
         self.tier = DiskTier(
             tier, options.pop("max_bytes", ROOM), counters=self.counters, **options
         )
         self.rig = Rig(
             remote,
             fmt=FMT,
-            memory_chunks=memory_chunks,
+            **memory,
             in_front=lambda shelf: TieredShelf(shelf, [self.tier]),
         )
         self.lookups = LookupService(
@@ -302,11 +303,11 @@ def test_a_load_does_not_wait_for_its_copies(
     start(remote, "other tier").put(chunks)
     go = threading.Event()
     hang_objects(monkeypatch, lambda: go)
-    machine = start(remote, memory_chunks=4)
+    machine = start(remote, memory_chunks=8)
     load, items = machine.rig.load(chunks, 20)
     assert load.failed_at is None
     assert all(machine.rig.holds(item) for item in items)
-    # The queue holds half of the memory.
+    # The queue holds a fourth of the memory.
     assert machine.count("disk_tier_dropped_objects") == 4 * FMT.shards
     assert machine.rig.chunks_in_use == 2
     go.set()
@@ -314,6 +315,48 @@ def test_a_load_does_not_wait_for_its_copies(
     monkeypatch.undo()
     assert machine.load(chunks)
     assert machine.count("disk_tier_loaded_objects") == 2 * FMT.shards
+
+
+def test_read_ahead_has_memory_beside_a_disk_tier_that_hangs(
+    remote: FaultyStorage, start: Callable[..., Machine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stored, waiting = make_chunks(FMT, 6), make_chunks(FMT, 4, 7)
+    start(remote, "other tier").put(waiting)
+    go = threading.Event()
+    hang_objects(monkeypatch, lambda: go)
+    machine = start(remote, memory_chunks=16)
+    for item in machine.rig.items(stored, 0):
+        machine.rig.fill(item)
+        machine.rig.stores.store(item)
+    assert machine.rig.transfer.drain(PATIENCE) == 0
+    assert machine.rig.chunks_in_use == 4
+    ahead = ReadAhead(machine.rig.context, machine.rig.loads)
+    ahead.add("waiting", waiting)
+    # A fourth of the memory is the queue's, and a fourth is left.
+    until(lambda: machine.rig.chunks_in_use == 8)
+    assert ahead.take_failures() == []
+    ahead.release_all()
+    go.set()
+
+
+def test_chunk_of_a_far_shelf_is_kept_in_memory_while_a_disk_tier_holds_what_a_store_had(
+    remote: FaultyStorage, start: Callable[..., Machine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chunks = make_chunks(FMT, 1)
+    start(remote, "other tier").put(chunks)
+    go = threading.Event()
+    hang_objects(monkeypatch, lambda: go)
+    machine = start(remote, keeps=True)
+    (item,) = machine.rig.items(chunks, 0)
+    machine.rig.fill(item)
+    machine.rig.stores.store(item)
+    assert machine.rig.transfer.drain(PATIENCE) == 0
+    assert machine.rig.chunks_in_use == 1
+    machine.rig.comes_back(chunks, 20)
+    remote.counts.clear()
+    machine.rig.comes_back(chunks, 40)
+    assert remote.counts["open"] == 0
+    go.set()
 
 
 def test_the_use_of_a_copy_is_recorded(

@@ -12,6 +12,7 @@ import pytest
 
 from kvshelf.errors import TransientStorageError
 from kvshelf.format.keys import Chunk
+from kvshelf.shelf.view import ShelfView
 from kvshelf.tiers.disk_tier import DiskTier
 from kvshelf.tiers.tiered import TieredShelf
 from kvshelf.transfer.load import Piece
@@ -48,7 +49,7 @@ def start(storage: FaultyStorage) -> Iterator[Callable[..., Rig]]:
 def stored(root: Path, count: int, seed: int = 0) -> list[Chunk]:
     """Chunks that another engine has stored."""
     chunks = make_chunks(FMT, count, seed)
-    with closing(Rig(posix(root / "shelf"), fmt=FMT)) as rig:
+    with closing(Rig(posix(root / "shelf"), fmt=FMT, blocks=400, memory_chunks=2 * count)) as rig:
         rig.put(chunks)
     return chunks
 
@@ -218,6 +219,19 @@ def test_chunk_that_comes_into_memory_while_it_is_begun_is_not_read_over(
         assert rig.load([chunk], 100)[0].failed_at == 0
     # What lies in memory is still right.
     rig.comes_back([chunk], 200)
+
+
+def test_load_behind_chunks_in_memory_announces_few_of_these(
+    start: Callable[..., Rig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chunks, rig = stored(tmp_path, 80), start(memory_chunks=160)
+    rig.comes_back(chunks[:60], 0)
+    announced: list[Chunk] = []
+    monkeypatch.setattr(ShelfView, "expect", lambda _, chunks, shards: announced.extend(chunks))
+    rig.load(chunks, 60)
+    assert set(announced) >= set(chunks[60:])
+    # Those that the step's thread announces before anything is begun.
+    assert len([chunk for chunk in announced if chunk.index < 60]) == 16
 
 
 def test_chunk_that_a_load_wants_twice_is_loaded_into_both_places(

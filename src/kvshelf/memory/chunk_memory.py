@@ -7,8 +7,8 @@ how the objects of a chunk lie in a slot of it (:class:`ChunkPlaces`).
 Contracts
 ---------
 * Loads have a spare slot for each thread (:meth:`ChunkMemory.serve`). Of the rest, stores may hold
-  half, and read-ahead and the queue of a disk tier the other half. Each half is divided among the
-  kinds.
+  half, and read-ahead and the queue of a disk tier the other half, of which the queue may hold one
+  half. Each kind has its part of each.
 * Memory for a GPU, and memory that keeps chunks, is there before it is used. The constructor takes
   the first piece. A thread takes the others, and rests between them; :meth:`ChunkMemory.grow`
   starts it, since no memory may be page-locked while vLLM captures graphs. Where the system refuses
@@ -83,8 +83,8 @@ class Shares:
         Bytes of the largest slot.
     weight : float
         Its part of the memory is in proportion to it.
-    stores, ahead : Share
-        Of stores, and of what is read ahead.
+    stores, ahead, copies : Share
+        Of stores, of what is read ahead, and of what waits to be copied to a disk tier.
     """
 
     threads: int
@@ -92,6 +92,7 @@ class Shares:
     weight: float
     stores: Share = field(default_factory=lambda: Share(0))
     ahead: Share = field(default_factory=lambda: Share(0))
+    copies: Share = field(default_factory=lambda: Share(0))
 
 
 class ChunkMemory:
@@ -236,6 +237,7 @@ class ChunkMemory:
             total = sum(user.weight for user in self._users.values())
             for user in self._users.values():
                 user.stores.limit = user.ahead.limit = int(half * user.weight / total)
+                user.copies.limit = user.ahead.limit // 2
 
     def _grow(self) -> float | None:
         """Take the next piece; return for how many seconds to rest. On the thread alone."""
@@ -250,10 +252,7 @@ class ChunkMemory:
             rest = time.monotonic() - begin
         except (MemoryError, RuntimeError, ValueError) as error:
             logger.warning(
-                "the memory for chunks stays at %d of %d bytes: %s",
-                self._taken,
-                self.nbytes,
-                error,
+                "the memory for chunks stays at %d of %d bytes: %s", self._taken, self.nbytes, error
             )
             self.nbytes = self._taken
         self.report()
@@ -405,12 +404,13 @@ class ChunkPlaces:
         name = self.name(chunk) if is_named else None
         return self.memory.ring.claim(name, size, share, objects=len(places), deadline=deadline)
 
-    def hold(self, slot: Slot, share: Share) -> Callable[[], None] | None:
-        """Pin a slot, which the caller holds, once more; return what ends that, or None."""
-        ring = self.memory.ring
-        if not ring.pin(slot, share):
+    def hold(self, slot: Slot, shares: Shares) -> Callable[[], None] | None:
+        """Pin a slot, which the caller holds, for a disk tier; return what ends that, or None."""
+        ring, copies = self.memory.ring, shares.copies
+        room = shares.ahead.limit - shares.ahead.pinned_bytes - copies.pinned_bytes
+        if slot.size > room or not ring.pin(slot, copies):
             return None
-        return lambda: ring.release(share, [slot])
+        return lambda: ring.release(copies, [slot])
 
     def slot_bytes_of(self, chunk: Chunk) -> int:
         """Return the bytes of a chunk's slot."""

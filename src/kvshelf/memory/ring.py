@@ -18,9 +18,9 @@ Contracts
   a deadline. Loads need no wait. A load thread holds at most one slot that is filling, and there is
   a spare slot for each load thread; stores and what is read ahead never hold those. So a load goes
   on, whatever else hangs.
-* A call looks at no more than ``looks`` slots, unless it may wait. A claim that is refused evicts
-  nothing, except where one call cannot look at enough slots side by side: it merges those that it
-  has seen, and a later call goes on behind them.
+* A call looks at no more than ``looks`` slots at a time. A claim that is refused evicts nothing,
+  except where one call cannot look at enough slots side by side: it merges those that it has seen,
+  and a later call goes on behind them.
 * Any thread may call all methods. One lock; nothing else is called with it.
 """
 
@@ -36,15 +36,13 @@ from typing import Final, NamedTuple
 ALIGNMENT: Final = 4096
 #: Slots that one call looks at: a quarter of a millisecond at worst.
 LOOKS: Final = 700
+#: Seconds until a claim that waits looks at further slots.
+_SOON: Final = 0.001
 
 
 def rounded(nbytes: int, alignment: int = ALIGNMENT) -> int:
     """Round a size up to a multiple of the alignment."""
     return -(-nbytes // alignment) * alignment
-
-
-def _do_nothing() -> None:
-    pass
 
 
 @dataclass(eq=False, slots=True)
@@ -150,7 +148,7 @@ class Ring:
     """
 
     def __init__(
-        self, on_end: Callable[[], None] = _do_nothing, *, alignment: int = ALIGNMENT
+        self, on_end: Callable[[], None] = lambda: None, *, alignment: int = ALIGNMENT
     ) -> None:
         self._alignment = alignment
         self.capacity = self.spare_bytes = 0
@@ -231,7 +229,7 @@ class Ring:
         deadline : float
             Until when to wait for room, in seconds of :func:`time.monotonic`; 0: not at all.
         looks : int
-            Slots that the call may look at, if it does not wait.
+            Slots that the call may look at; again and again while it waits.
 
         Returns
         -------
@@ -239,8 +237,6 @@ class Ring:
             None: there is no room, or the ring is closed.
         """
         nbytes = rounded(size, self._alignment)
-        if deadline:
-            looks = 1 << 62
         with self._changed:
             while not self._closed:
                 slot = self._named.get(name)
@@ -259,7 +255,9 @@ class Ring:
                 left = deadline - time.monotonic() if deadline else 0.0
                 if left <= 0:
                     return None
-                self._changed.wait(left)
+                # The rest of the slots is looked at soon.
+                is_refused = self._refused[1] == self._changes
+                self._changed.wait(left if is_refused else min(left, _SOON))
             return None
 
     def seal(self, slot: Slot, *, stays: bool) -> None:
@@ -329,6 +327,12 @@ class Ring:
                 self._notify()
             return slot is not None
 
+    def abandon(self, slot: Slot) -> None:
+        """Let a slot that is not sealed never be found: it is filled no further."""
+        with self._changed:
+            if not slot.is_sealed:
+                self._lose(slot)
+
     def stats(self) -> RingStats:
         """Return what is here, and what has been."""
         with self._changed:
@@ -351,8 +355,8 @@ class Ring:
     def _take_end(self) -> Callable[[], None]:
         """Return what to call without the lock: `on_end`, once, if nothing uses the memory."""
         if not self._closed or self._pinned_slots:
-            return _do_nothing
-        on_end, self._on_end = self._on_end, _do_nothing
+            return lambda: None
+        on_end, self._on_end = self._on_end, lambda: None
         return on_end
 
     def _notify(self) -> None:

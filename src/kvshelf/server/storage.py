@@ -171,7 +171,8 @@ class Storage:
     def _keep(self, tier: DiskTier, found: NamedObject, chunk: Chunk, buffer: memoryview) -> None:
         """Copy an object for the tier: its memory may be another object's before it is written."""
         ref = ObjectRef(chunk, found.parsed.shard)
-        copy = None if tier.is_queued(found.fmt, ref) else self._copies.allocate(buffer.nbytes)
+        takes = tier.available and not tier.is_queued(found.fmt, ref)
+        copy = self._copies.allocate(buffer.nbytes) if takes else None
         if copy is None:
             tier.keep(found.fmt, ref, buffer, lambda: None)
             return

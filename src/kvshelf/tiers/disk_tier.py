@@ -460,10 +460,10 @@ class DiskTier:
             except Exception as error:
                 logger.error("the disk tier was not written to", exc_info=error)
             finally:
-                item.release()
                 with self._work:
                     self._writing.remove(_key(item.fmt, item.ref))
                     self._work.notify_all()
+                item.release()
 
     def _write(self, shelf: Shelf, item: _Copy) -> None:
         size = memoryview(item.buffer).nbytes

@@ -143,11 +143,6 @@ class Piece:
         unbegun = self._begun.find(0, self.next_item)
         self.next_item = len(self.items) if unbegun < 0 else unbegun
 
-    def begin_again(self, item: int) -> None:
-        """Note that the thread that had begun an item brings nothing."""
-        self._begun[item] = 0
-        self.next_item = min(self.next_item, item)
-
     def arrive(self, item: int) -> None:
         """Note that an item is in the cache."""
         self._arrived[item] = 1

@@ -7,8 +7,7 @@ A load thread takes the next objects of a chunk that is begun. Else it begins th
 load wants: it looks for the chunk in memory, or takes a slot (:mod:`kvshelf.memory.ring`). The
 thread that reads the last object of a chunk seals the slot, scatters the chunk once for each load
 that wants it, and gives the slot back. All loads that want a chunk share one :class:`Reading` of
-it. If its thread hangs, the load that it was begun for fails, and another thread reads the chunk
-again for the other loads. An object that lies in memory of another owner
+it, and fail together if its thread hangs. An object that lies in memory of another owner
 (:meth:`~kvshelf.shelf.view.ShelfView.pin`) is scattered from there. When all chunks of a load have
 arrived or were given up, the load is ``finished`` and says at which chunk it failed.
 
@@ -256,21 +255,16 @@ class Loads(TransferHalf):
 
     def _enqueue(self, piece: Piece) -> None:
         """Queue the chunks of a load; those that are being read are shared. Holds the lock."""
-        for item in range(len(piece.items)):
-            self._want(piece, item)
+        for item, name in enumerate(piece.names):
+            reading = self._reading.get(name)
+            if reading is None:
+                self._wanted.setdefault(name, {})[piece] = item
+            else:
+                piece.begin(item)
+                reading.wants.append((piece, item))
+        (self._early if piece.early else self._queue)[piece] = None
         self._update(piece)
         self._work.notify(len(piece.items))
-
-    def _want(self, piece: Piece, item: int) -> None:
-        """Queue one chunk of a load, or share what is being read of it."""
-        name = piece.names[item]
-        reading = self._reading.get(name)
-        if reading is None:
-            self._wanted.setdefault(name, {})[piece] = item
-        else:
-            piece.begin(item)
-            reading.wants.append((piece, item))
-        (self._early if piece.early else self._queue)[piece] = None
 
     def _announce(self, piece: Piece) -> None:
         """Announce the next items of a load to the shelf. The caller does not hold the lock."""
@@ -434,9 +428,9 @@ class Loads(TransferHalf):
                 self._begun.remove(reading)
                 reading.unfinished -= len(reading.unread)
                 reading.unread = []
-            if reading.slot is not None and not reading.slot.is_sealed:
+            if reading.slot is not None:
                 # The next one reads it into another slot.
-                self._ring.forget(reading.slot.name)
+                self._ring.abandon(reading.slot)
             if not reading.unfinished:
                 self._give_back(reading)
         return wants
@@ -473,6 +467,8 @@ class Loads(TransferHalf):
         try:
             for piece, item in reading.wants[:1]:
                 if piece.announced <= item + self._announced:
+                    # Chunks before it lay in memory.
+                    piece.announced = max(piece.announced, item)
                     self._announce(piece)
             if self._shelf.pins:
                 for shard in shards:
@@ -487,7 +483,7 @@ class Loads(TransferHalf):
             if slot is None:
                 return None
             views = [self._places.view(slot, chunk, shard) for shard in shards]
-            hold = functools.partial(self._places.hold, slot, self._context.shares.ahead)
+            hold = functools.partial(self._places.hold, slot, self._context.shares)
             return self._shelf.load_all(chunk, shards, views, hold)
         except Exception as error:  # noqa: BLE001 - the thread must go on
             return FailedRead(shard, error)
@@ -688,16 +684,10 @@ class Loads(TransferHalf):
         """Give up the chunk that a stuck thread reads."""
         with self._lock:
             reading = self._reading_of.pop(thread, None)
-            wants = [] if reading is None else self._end(reading)
-            for piece, item in wants[:1]:
+            # Loads that share it fail too: read again, it might hang one thread after another.
+            for piece, item in [] if reading is None else self._end(reading):
                 if piece.wants(item):
                     self._give_up(piece, item)
-            # The other loads only waited for it: they read the chunk themselves.
-            for piece, item in wants[1:]:
-                if piece.wants(item):
-                    piece.begin_again(item)
-                    self._want(piece, item)
-                    self._update(piece)
             # Where no thread takes the place of the stuck one, another one goes on.
             self._work.notify()
 

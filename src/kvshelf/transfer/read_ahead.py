@@ -65,7 +65,7 @@ class ReadAhead:
 
     def __init__(self, context: TransferContext, loads: Loads) -> None:
         self._loads = loads
-        self._share = context.shares.ahead
+        self._shares = context.shares
         self._slot_bytes = context.places.slot_bytes
         self._requests: OrderedDict[str, _Request] = OrderedDict()
         #: How many requests have each chunk that is being read or has come.
@@ -165,7 +165,8 @@ class ReadAhead:
         """Read the next chunks of requests, as many as fit."""
         if time.monotonic() < self._retry_at:
             return
-        most = max(1, self._share.limit // self._slot_bytes)
+        room = self._shares.ahead.limit - self._shares.copies.pinned_bytes
+        most = max(1, room // self._slot_bytes)
         for request in self._requests.values():
             chunks = []
             while request.chunks:

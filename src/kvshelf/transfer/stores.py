@@ -322,6 +322,8 @@ class Stores(TransferHalf):
                 if isinstance(error, BoundReachedError):
                     result = StoreResult.DROPPED
             finally:
+                # A disk tier may hold it longer.
+                self._memory.ring.abandon(job.slot)
                 self._memory.ring.release(self._context.shares.stores, [job.slot])
                 self._end(threading.get_ident(), job, result)
 
@@ -352,7 +354,7 @@ class Stores(TransferHalf):
         if found and not shelf.backend.allows(sum(map(len, (buffer for *_, buffer in found)))):
             # Some of the objects alone would be useless.
             raise BoundReachedError(errno.ENOSPC, "not stored: a bound of the shelf is reached")
-        hold = functools.partial(self._places.hold, job.slot, self._context.shares.ahead)
+        hold = functools.partial(self._places.hold, job.slot, self._context.shares)
         for ref, answer, buffer in found:
             if not job.slot.is_sealed:
                 fmt.seal(buffer, *ref)
@@ -444,8 +446,7 @@ class Stores(TransferHalf):
                 return
             self.known.note_dropped(job.chunk.key)
             self._forget(job)
-            if not job.slot.is_sealed and job.slot.name is not None:
-                self._memory.ring.forget(job.slot.name)
+            self._memory.ring.abandon(job.slot)
         self._context.count("dropped_chunks_error")
         self._report(job, StoreResult.FAILED)
 
