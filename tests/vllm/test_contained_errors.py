@@ -28,7 +28,7 @@ from kvshelf.vllm.messages import MOST_TRIES, Inbox
 from kvshelf.vllm.metadata import StepMetadata
 from kvshelf.vllm.scheduler import SchedulerSide
 from kvshelf.vllm.scheduler.opening import Opening
-from kvshelf.vllm.scheduler.read_ahead import ReadAhead
+from kvshelf.vllm.scheduler.read_ahead import ReadAheadPlan
 from kvshelf.vllm.worker.stores import WorkerStores
 from kvshelf.vllm.worker.weights import WorkerWeights
 from tests.sim.engine import RUNNERS, EngineModel, Request
@@ -284,7 +284,7 @@ def test_an_error_at_the_end_keeps_nothing_open(
 
 @pytest.mark.parametrize(
     ("part", "method", "computed"),
-    [(ReadAhead, "loading", True), (WorkerStores, "released", False)],
+    [(ReadAheadPlan, "loading", True), (WorkerStores, "released", False)],
 )
 def test_a_load_is_reported_where_a_method_fails_beside_it(
     start: Callable[..., EngineModel],

@@ -14,7 +14,7 @@ with warnings.catch_warnings():
     from kvshelf.format.kinds import FULL
     from kvshelf.vllm.messages import Outbox
     from kvshelf.vllm.metadata import Orders, StepMetadata
-    from kvshelf.vllm.scheduler.read_ahead import Loadable, ReadAhead
+    from kvshelf.vllm.scheduler.read_ahead import Loadable, ReadAheadPlan
 from tests.support.formats import make_format
 from tests.support.prompts import make_chunks
 
@@ -26,7 +26,7 @@ def test_a_step_looks_at_few_requests_however_many_wait() -> None:
         asked.append(name)
         return Loadable()
 
-    plan = ReadAhead(loadable, lambda: False, Outbox(Orders))
+    plan = ReadAheadPlan(loadable, lambda: False, Outbox(Orders))
     plan.enable(None)
     for number in range(50_000):
         plan.wait(str(number))
@@ -52,7 +52,7 @@ def test_what_the_engine_has_is_not_read_for_requests_that_wait() -> None:
     """Or a long queue of prompts with one beginning would read that from the storage."""
     chunks = make_chunks(make_format(), 6)
     found = Loadable(chunks, {FULL: range(6)})
-    plan = ReadAhead(lambda _: found, lambda: False, Outbox(Orders))
+    plan = ReadAheadPlan(lambda _: found, lambda: False, Outbox(Orders))
     plan.enable(4)
     plan.wait("first")
     plan.note_in_engine_cache(chunks[:4])

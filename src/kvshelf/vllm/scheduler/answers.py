@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from kvshelf.vllm.scheduler.admission import Admission
 from kvshelf.vllm.scheduler.handovers import Handovers
-from kvshelf.vllm.scheduler.loads import Loads
+from kvshelf.vllm.scheduler.loads import SchedulerLoads
 from kvshelf.vllm.scheduler.lookups import LONG_QUEUE, Lookups
 from kvshelf.vllm.scheduler.requests import RequestState
 from kvshelf.vllm.scheduler.shared import Shared, SharingPart
@@ -37,7 +37,7 @@ class Answers(SharingPart):
     lookups : Lookups
     handovers : Handovers
     admission : Admission
-    loads : Loads
+    loads : SchedulerLoads
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Answers(SharingPart):
         lookups: Lookups,
         handovers: Handovers,
         admission: Admission,
-        loads: Loads,
+        loads: SchedulerLoads,
     ) -> None:
         super().__init__(shared)
         self._loads = loads

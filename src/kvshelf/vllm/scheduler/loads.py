@@ -28,7 +28,7 @@ from kvshelf.format.kinds import FULL, STATE, WINDOW, kind_of_key
 from kvshelf.vllm.metadata import Facts, LoadOp, StepMetadata
 from kvshelf.vllm.scheduler.admission import Admission
 from kvshelf.vllm.scheduler.periods import BlockPeriods
-from kvshelf.vllm.scheduler.read_ahead import ReadAhead
+from kvshelf.vllm.scheduler.read_ahead import ReadAheadPlan
 from kvshelf.vllm.scheduler.requests import RequestState
 from kvshelf.vllm.scheduler.shared import Shared, SharingPart
 
@@ -39,14 +39,14 @@ _MOST_SHARED: Final = 2
 _REPAIRS_REMEMBERED: Final = 4096
 
 
-class Loads(SharingPart):
+class SchedulerLoads(SharingPart):
     """The loads of one engine.
 
     Parameters
     ----------
     shared : Shared
     periods : BlockPeriods
-    read_ahead : ReadAhead
+    read_ahead : ReadAheadPlan
     admission : Admission
 
     Attributes
@@ -59,7 +59,7 @@ class Loads(SharingPart):
         self,
         shared: Shared,
         periods: BlockPeriods,
-        read_ahead: ReadAhead,
+        read_ahead: ReadAheadPlan,
         admission: Admission,
     ) -> None:
         super().__init__(shared)

@@ -85,7 +85,7 @@ class _Waiting:
     passed_over: bool = False
 
 
-class ReadAhead(Part):
+class ReadAheadPlan(Part):
     """Plans prefetches; does nothing until :meth:`enable` is called.
 
     Parameters

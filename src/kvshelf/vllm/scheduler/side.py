@@ -32,17 +32,17 @@ from kvshelf.vllm.scheduler.engine import Engine
 from kvshelf.vllm.scheduler.handovers import Handovers
 from kvshelf.vllm.scheduler.hits import Hits
 from kvshelf.vllm.scheduler.keys import ChunkKeys
-from kvshelf.vllm.scheduler.loads import Loads
+from kvshelf.vllm.scheduler.loads import SchedulerLoads
 from kvshelf.vllm.scheduler.lookups import Lookups
 from kvshelf.vllm.scheduler.opening import Opening
 from kvshelf.vllm.scheduler.part import Part
 from kvshelf.vllm.scheduler.periods import BlockPeriods
 from kvshelf.vllm.scheduler.promises import Promises
-from kvshelf.vllm.scheduler.read_ahead import Loadable, ReadAhead
+from kvshelf.vllm.scheduler.read_ahead import Loadable, ReadAheadPlan
 from kvshelf.vllm.scheduler.requests import Requests, RequestState
 from kvshelf.vllm.scheduler.shared import Shared
 from kvshelf.vllm.scheduler.steps import Steps
-from kvshelf.vllm.scheduler.stores import Stores
+from kvshelf.vllm.scheduler.stores import SchedulerStores
 from kvshelf.vllm.scheduler.unsettled import Unsettled
 from kvshelf.vllm.weight_changes import READING, watch_engine
 
@@ -66,7 +66,7 @@ class SchedulerSide:
     lookups : Lookups
     handovers : Handovers
     admission : Admission
-    loads : Loads
+    loads : SchedulerLoads
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -92,12 +92,12 @@ class SchedulerSide:
         self.handovers = Handovers(shared, self.lookups)
         self.admission = Admission(shared)
         self._periods = BlockPeriods(shared)
-        self._read_ahead = ReadAhead(self._loadable, self.lookups.loads_are_paused, orders)
-        self.loads = Loads(shared, self._periods, self._read_ahead, self.admission)
+        self._read_ahead = ReadAheadPlan(self._loadable, self.lookups.loads_are_paused, orders)
+        self.loads = SchedulerLoads(shared, self._periods, self._read_ahead, self.admission)
         self._answers = Answers(shared, self.lookups, self.handovers, self.admission, self.loads)
         self._promises = Promises(shared)
         unsettled = Unsettled(shared)
-        stores = Stores(
+        stores = SchedulerStores(
             shared,
             lookups=self.lookups,
             periods=self._periods,

@@ -32,7 +32,7 @@ from kvshelf.vllm.scheduler.ends import Ends
 from kvshelf.vllm.scheduler.lookups import Lookups
 from kvshelf.vllm.scheduler.periods import BlockPeriods
 from kvshelf.vllm.scheduler.promises import Promises
-from kvshelf.vllm.scheduler.read_ahead import ReadAhead
+from kvshelf.vllm.scheduler.read_ahead import ReadAheadPlan
 from kvshelf.vllm.scheduler.requests import RequestState
 from kvshelf.vllm.scheduler.shared import Shared, SharingPart
 from kvshelf.vllm.scheduler.steps import scheduled
@@ -55,7 +55,7 @@ class _Stored(NamedTuple):
         return found
 
 
-class Stores(SharingPart):
+class SchedulerStores(SharingPart):
     """The stores of one engine.
 
     Parameters
@@ -65,7 +65,7 @@ class Stores(SharingPart):
     periods : BlockPeriods
     unsettled : Unsettled
     promises : Promises
-    read_ahead : ReadAhead
+    read_ahead : ReadAheadPlan
     """
 
     failure = "stores of a step could not be planned"
@@ -78,7 +78,7 @@ class Stores(SharingPart):
         periods: BlockPeriods,
         unsettled: Unsettled,
         promises: Promises,
-        read_ahead: ReadAhead,
+        read_ahead: ReadAheadPlan,
     ) -> None:
         super().__init__(shared)
         self._lookups = lookups
