@@ -246,10 +246,10 @@ class ChunkMemory:
                 return None
             self._is_growing = True
         begin = time.monotonic()
-        rest: float | None = None
+        pause: float | None = None
         try:
             self._take_piece()
-            rest = time.monotonic() - begin
+            pause = time.monotonic() - begin
         except (MemoryError, RuntimeError, ValueError) as error:
             logger.warning(
                 "the memory for chunks stays at %d of %d bytes: %s", self._taken, self.nbytes, error
@@ -261,7 +261,7 @@ class ChunkMemory:
             is_over = self._over.is_set()
         if is_over:
             self._close()
-        return rest
+        return pause
 
     # ------------------------------------------------------------- users
 
@@ -284,14 +284,14 @@ class ChunkMemory:
             If the memory does not hold one spare slot and two further chunks.
         """
         with self._lock:
-            others = [shares for of, shares in self._users.items() if of != user]
-            rest = self.nbytes - sum(
-                (other.threads + _LEAST_CHUNKS) * rounded(other.slot_bytes) for other in others
+            users = [shares for of, shares in self._users.items() if of != user]
+            room = self.nbytes - sum(
+                (shares.threads + _LEAST_CHUNKS) * rounded(shares.slot_bytes) for shares in users
             )
-            slots = rest // rounded(slot_bytes)
+            slots = room // rounded(slot_bytes)
             if slots < 1 + _LEAST_CHUNKS:
                 raise ConfigError(
-                    f"the memory for chunks has {self.nbytes} bytes, of which {rest} are left for"
+                    f"the memory for chunks has {self.nbytes} bytes, of which {room} are left for"
                     f" chunks of {slot_bytes} bytes: expected at least three of these. Give more"
                     " (memory of an engine, memory_bytes of a ChunkCache), or make chunk_size"
                     " smaller"
@@ -435,5 +435,5 @@ class ChunkPlaces:
 
     def leading(self, chunks: Sequence[Chunk]) -> int:
         """Return how many leading chunks are here."""
-        held = self.memory.ring.holds([self.name(chunk) for chunk in chunks])
-        return held.index(False) if False in held else len(chunks)
+        present = self.memory.ring.holds([self.name(chunk) for chunk in chunks])
+        return present.index(False) if False in present else len(chunks)

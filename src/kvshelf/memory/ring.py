@@ -252,12 +252,12 @@ class Ring:
                         if slot.name is not None:
                             self._filling[slot.name] = slot
                         return self._pin(slot, share)
-                left = deadline - time.monotonic() if deadline else 0.0
-                if left <= 0:
+                remaining = deadline - time.monotonic() if deadline else 0.0
+                if remaining <= 0:
                     return None
                 # The rest of the slots is looked at soon.
                 is_refused = self._refused[1] == self._changes
-                self._changed.wait(left if is_refused else min(left, _SOON))
+                self._changed.wait(remaining if is_refused else min(remaining, _SOON))
             return None
 
     def seal(self, slot: Slot, *, stays: bool) -> None:
@@ -454,8 +454,8 @@ class Ring:
         first_used, room_used = slot, 0
         large_enough: tuple[Slot, Slot, int] | None = None
         # Two rounds clear all marks of use; a third one finds what lies across the beginning.
-        most = min(looks, 3 * self._count)
-        for _ in range(most):
+        scanned = min(looks, 3 * self._count)
+        for _ in range(scanned):
             behind = slot.next
             if slot.pins:
                 first_used, room_used = behind, 0
@@ -470,12 +470,12 @@ class Ring:
                 return self._merge(first, slot, room, nbytes)
             if room_used >= nbytes and large_enough is None:
                 large_enough = first_used, slot, room_used
-        if most == 3 * self._count:
+        if scanned == 3 * self._count:
             self._refused = nbytes, self._changes
             return None
         if large_enough is not None:
             return self._merge(*large_enough, nbytes)
-        if first is self._hand and room and most < self._count:
+        if first is self._hand and room and scanned < self._count:
             # Slots so small that one call cannot look at enough of them: the next call begins with
             # one slot in their place.
             self._hand = self._merge(first, slot, room, room)

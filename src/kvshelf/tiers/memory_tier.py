@@ -46,8 +46,8 @@ class MemoryTier:
     def remove(self, fmt: ObjectFormat, refs: Sequence[ObjectRef]) -> int:
         """Remove chunks; return of how many objects there were any. What is pinned goes later."""
         names = {self._name(ref.chunk) for ref in refs}
-        gone = {name for name in names if self._ring.forget(name)}
-        return sum(self._name(ref.chunk) in gone for ref in refs)
+        forgotten = {name for name in names if self._ring.forget(name)}
+        return sum(self._name(ref.chunk) in forgotten for ref in refs)
 
     def attach(self, guard: GuardedBackend) -> None:
         """Do nothing: no thread is ever stuck in memory."""

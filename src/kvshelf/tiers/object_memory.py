@@ -130,14 +130,14 @@ class PinningView(NamespaceView):
         """Load objects: from the memory where they are not read in place, else past it."""
         if self.pins:
             return super().load_all(chunk, shards, buffers)
-        left: dict[int, memoryview] = {}
+        unread: dict[int, memoryview] = {}
         for shard, buffer in zip(shards, buffers, strict=True):
             try:
                 if not self._copy(ObjectRef(chunk, shard), buffer):
-                    left[shard] = buffer
+                    unread[shard] = buffer
             except Exception as error:  # noqa: BLE001 - the caller learns of which object it is
                 return FailedRead(shard, error)
-        return super().load_all(chunk, tuple(left), tuple(left.values())) if left else None
+        return super().load_all(chunk, tuple(unread), tuple(unread.values())) if unread else None
 
     def _copy(self, ref: ObjectRef, buffer: memoryview) -> bool:
         pinned = self._pin(ref)

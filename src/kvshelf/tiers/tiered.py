@@ -111,11 +111,11 @@ class TieredView(ShelfView):
         for tier in self._tiers:
             if not asked:
                 return answers
-            held = tier.holds(self.fmt, [refs[i] for i in asked])
-            for i, here in zip(asked, held, strict=True):
+            held_flags = tier.holds(self.fmt, [refs[i] for i in asked])
+            for i, here in zip(asked, held_flags, strict=True):
                 if here:
                     answers[i] = Presence.PRESENT
-            asked = [i for i, here in zip(asked, held, strict=True) if not here]
+            asked = [i for i, here in zip(asked, held_flags, strict=True) if not here]
         if asked and self._ask_shelf:
             further = self._shelf.nearby([refs[i] for i in asked])
             for i, answer in zip(asked, further, strict=True):
@@ -138,7 +138,7 @@ class TieredView(ShelfView):
 
         If they can be held, they are copied to the tiers in front of it.
         """
-        left: dict[int, memoryview] = {}
+        unread: dict[int, memoryview] = {}
         for shard, buffer in zip(shards, buffers, strict=True):
             ref = ObjectRef(chunk, shard)
             for place, tier in enumerate(self._tiers):
@@ -146,12 +146,12 @@ class TieredView(ShelfView):
                     self._keep(ref, buffer, hold, self._tiers[:place])
                     break
             else:
-                left[shard] = buffer
-        if not left:
+                unread[shard] = buffer
+        if not unread:
             return None
-        failed = self._shelf.load_all(chunk, tuple(left), tuple(left.values()))
+        failed = self._shelf.load_all(chunk, tuple(unread), tuple(unread.values()))
         if failed is None:
-            for shard, buffer in left.items():
+            for shard, buffer in unread.items():
                 self._keep(ObjectRef(chunk, shard), buffer, hold, self._tiers)
         return failed
 

@@ -66,20 +66,20 @@ class KnownChunks:
         with self._lock:
             _note(self._published_at, key, _PUBLISHED_MEMORY)
 
-    def follows_dropped(self, chunk: Chunk, seen: float) -> bool:
+    def follows_dropped(self, chunk: Chunk, seen_at: float) -> bool:
         """Whether the chunk before `chunk` was dropped after `seen`; then `chunk` is as well."""
         if self._kind != FULL:
             return False
         dropped_at = self._dropped_at.get(chunk.parent)
-        if dropped_at is None or dropped_at < seen - _AGE_SLACK_SECONDS:
+        if dropped_at is None or dropped_at < seen_at - _AGE_SLACK_SECONDS:
             return False
         self.note_dropped(chunk.key)
         return True
 
-    def published_after(self, key: bytes, seen: float) -> bool:
+    def published_after(self, key: bytes, seen_at: float) -> bool:
         """Whether a chunk was published here after `seen`."""
         published_at = self._published_at.get(key)
-        return published_at is not None and published_at >= seen
+        return published_at is not None and published_at >= seen_at
 
     def take_repaired(self) -> list[bytes]:
         """Return the kind keys whose bad objects were replaced since the last call."""
@@ -92,8 +92,8 @@ class KnownChunks:
             self._published_at.clear()
 
 
-def _note(times: OrderedDict[bytes, float], key: bytes, most: int) -> None:
+def _note(times: OrderedDict[bytes, float], key: bytes, limit: int) -> None:
     times[key] = time.monotonic()
     times.move_to_end(key)
-    if len(times) > most:
+    if len(times) > limit:
         times.popitem(last=False)

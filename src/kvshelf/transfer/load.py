@@ -132,8 +132,8 @@ class Piece:
     @property
     def may_begin(self) -> bool:
         """Whether the next item may be begun now."""
-        most = self.leading + self.at_once if self.at_once else self.wanted
-        return self.next_item < min(most, self.wanted)
+        end = self.leading + self.at_once if self.at_once else self.wanted
+        return self.next_item < min(end, self.wanted)
 
     def begin(self, item: int) -> None:
         """Note that a thread has begun an item."""
@@ -219,13 +219,18 @@ class Load:
         begins = [piece.started for piece in pieces if piece.started is not None]
         if not begins:
             return None
-        wanted = sum(len(piece.items) for piece in pieces)
+        items = sum(len(piece.items) for piece in pieces)
         # Of those that are read at once about half has arrived; of the first ones, maybe all.
-        reads = [min(one.at_once or one.threads, len(one.items) - one.leading) for one in pieces]
-        some = zip(pieces, reads, strict=True)
-        arrived = sum(one.leading + read / (1 + bool(one.leading)) for one, read in some)
+        reads = [
+            min(piece.at_once or piece.threads, len(piece.items) - piece.leading)
+            for piece in pieces
+        ]
+        arrived = sum(
+            piece.leading + read / (1 + bool(piece.leading))
+            for piece, read in zip(pieces, reads, strict=True)
+        )
         waited = max(0.0, min(begins) - self.begun)
-        return waited + (self.seconds - waited) * wanted / arrived
+        return waited + (self.seconds - waited) * items / arrived
 
     @property
     def failures(self) -> list[tuple[Kind, Chunk, Failure]]:

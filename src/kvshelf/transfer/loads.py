@@ -305,12 +305,12 @@ class Loads(TransferHalf):
             if not piece.finished:
                 piece.cancel()
                 self._settle(piece)
-            kept = {item: piece.kept.pop(item) for item in list(piece.kept) if item >= first}
-        fresh = [slot for item, slot in kept.items() if item in piece.fresh]
+            slots = {item: piece.kept.pop(item) for item in list(piece.kept) if item >= first}
+        fresh = [slot for item, slot in slots.items() if item in piece.fresh]
         unused = sum(slot.objects for slot in fresh if not slot.was_loaded)
         if unused:
             self._counters.add("prefetched_unused_objects", unused)
-        self._ring.release(self._context.shares.ahead, kept.values())
+        self._ring.release(self._context.shares.ahead, slots.values())
 
     @property
     def loading_bytes(self) -> int:
@@ -325,8 +325,8 @@ class Loads(TransferHalf):
             (self._early if piece.early else self._queue).pop(piece, None)
             self._near.pop(piece, None)
             for name in piece.names[piece.next_item :]:
-                wanted = self._wanted.get(name, {})
-                if wanted.pop(piece, None) is not None and not wanted:
+                pieces = self._wanted.get(name, {})
+                if pieces.pop(piece, None) is not None and not pieces:
                     del self._wanted[name]
         elif piece in self._queue:
             if self._ring.holds([piece.names[piece.next_item]])[0]:
@@ -397,9 +397,9 @@ class Loads(TransferHalf):
             reading.unread = list(self._shards)
             reading.unfinished = len(self._shards)
             self._begun.append(reading)
-        for other, item in wants:
-            other.begin(item)
-            self._update(other)
+        for sharer, item in wants:
+            sharer.begin(item)
+            self._update(sharer)
         return reading, self._take_shards(reading)
 
     def _take_shards(self, reading: Reading) -> list[int]:

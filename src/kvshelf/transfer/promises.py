@@ -149,7 +149,7 @@ class Promises:
         with self._changed:
             self._closed = True
             self._thread.wake()
-            left = seconds
-            while self._queue and self._thread.running and left > 0:
-                self._changed.wait(left)
-                left = deadline - time.monotonic()
+            remaining = seconds
+            while self._queue and self._thread.running and remaining > 0:
+                self._changed.wait(remaining)
+                remaining = deadline - time.monotonic()

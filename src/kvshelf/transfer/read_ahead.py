@@ -133,7 +133,9 @@ class ReadAhead:
 
     def _note_failed(self, piece: Piece) -> dict[Chunk, Failure]:
         """Queue the chunks that an early load did not bring again, or end its request."""
-        request = next((one for one in self._requests.values() if piece in one.pieces), None)
+        request = next(
+            (waiting for waiting in self._requests.values() if piece in waiting.pieces), None
+        )
         if request is None:
             return {}
         first = piece.leading
@@ -142,7 +144,7 @@ class ReadAhead:
             for chunk, failure in piece.failures
             if failure is not Failure.UNAVAILABLE
         }
-        rest = [item.chunk for item in piece.items[first:]]
+        unread = [item.chunk for item in piece.items[first:]]
         # Chunks that came behind the failure are unpinned. The next read finds them in memory.
         self._release(piece, first)
         piece.items = piece.items[:first]
@@ -150,12 +152,13 @@ class ReadAhead:
             # Early loads of chunks before the failure go on.
             request.ended = True
             request.chunks.clear()
-            for other in list(request.pieces):
-                if other.items and other.items[0].chunk.index > rest[0].index:
-                    self._release(other, 0)
-                    request.pieces.remove(other)
+            for later_piece in list(request.pieces):
+                if later_piece.items and later_piece.items[0].chunk.index > unread[0].index:
+                    self._release(later_piece, 0)
+                    request.pieces.remove(later_piece)
         elif not request.ended:
-            request.chunks = deque(sorted([*rest, *request.chunks], key=lambda chunk: chunk.index))
+            unread += request.chunks
+            request.chunks = deque(sorted(unread, key=lambda chunk: chunk.index))
             self._retry_at = time.monotonic() + _RETRY_SECONDS
         if not first:
             request.pieces.remove(piece)
@@ -166,12 +169,12 @@ class ReadAhead:
         if time.monotonic() < self._retry_at:
             return
         room = self._shares.ahead.limit - self._shares.copies.pinned_bytes
-        most = max(1, room // self._slot_bytes)
+        capacity = max(1, room // self._slot_bytes)
         for request in self._requests.values():
             chunks = []
             while request.chunks:
                 key = request.chunks[0].key
-                if key not in self._users and len(self._users) >= most:
+                if key not in self._users and len(self._users) >= capacity:
                     break
                 self._users[key] += 1
                 chunks.append(request.chunks.popleft())

@@ -116,7 +116,7 @@ class _StoreJob:
     slot: Slot
     repair: bool
     #: When the chunk was last seen missing.
-    seen: float
+    seen_at: float
     on_done: OnStored | None
     promised: bool = False
     pending: PendingCopy = DONE
@@ -192,11 +192,11 @@ class Stores(TransferHalf):
             not block.
         """
         key = item.chunk.key
-        seen = time.monotonic() - age
+        seen_at = time.monotonic() - age
         shards = self._plan.writes(item.chunk.index)
         if not shards:
             # Another worker with the same heads writes it, unless its parent was dropped.
-            self.known.follows_dropped(item.chunk, seen)
+            self.known.follows_dropped(item.chunk, seen_at)
             if repair:
                 self.known.note_repaired(key)
             return StoreOutcome.KNOWN
@@ -214,9 +214,9 @@ class Stores(TransferHalf):
                     return StoreOutcome.KNOWN
                 job.waiting.append(on_done)
                 return StoreOutcome.QUEUED
-            if not repair and self.known.published_after(key, seen):
+            if not repair and self.known.published_after(key, seen_at):
                 return StoreOutcome.KNOWN
-        if self.known.follows_dropped(item.chunk, seen):
+        if self.known.follows_dropped(item.chunk, seen_at):
             self._context.count("dropped_chunks_parent_dropped")
             return StoreOutcome.PARENT_DROPPED
         if not self._shelf.backend.allows(self._places.slot_bytes):
@@ -247,7 +247,7 @@ class Stores(TransferHalf):
         if pending is None:
             return self._drop(item.chunk, StoreOutcome.STAGING_FULL, postponable)
         self._counters.observe("gather", time.perf_counter() - begin)
-        job = _StoreJob(item.chunk, slot, repair, seen, on_done, promised, pending)
+        job = _StoreJob(item.chunk, slot, repair, seen_at, on_done, promised, pending)
         with self._lock:
             if not self._closing and self._threads.any:
                 self.known.note_queued(key)
@@ -311,7 +311,7 @@ class Stores(TransferHalf):
             result = StoreResult.FAILED
             try:
                 job.pending.wait()
-                if self.known.follows_dropped(job.chunk, job.seen):
+                if self.known.follows_dropped(job.chunk, job.seen_at):
                     self._context.count("dropped_chunks_parent_dropped")
                     result = StoreResult.DROPPED
                 else:
@@ -346,16 +346,16 @@ class Stores(TransferHalf):
         is_far = shelf.backend.properties.high_latency
         if job.repair or not is_far or time.monotonic() < self._probes_until:
             answers = shelf.probe(refs)
-        found = [
+        unwritten = [
             (ref, answer, self._places.view(job.slot, chunk, ref.shard))
             for ref, answer in zip(refs, answers, strict=True)
             if answer is not Presence.PRESENT or job.repair
         ]
-        if found and not shelf.backend.allows(sum(map(len, (buffer for *_, buffer in found)))):
+        if unwritten and not shelf.backend.allows(sum(len(buffer) for *_, buffer in unwritten)):
             # Some of the objects alone would be useless.
             raise BoundReachedError(errno.ENOSPC, "not stored: a bound of the shelf is reached")
         hold = functools.partial(self._places.hold, job.slot, self._context.shares)
-        for ref, answer, buffer in found:
+        for ref, answer, buffer in unwritten:
             if not job.slot.is_sealed:
                 fmt.seal(buffer, *ref)
             suspect = answer is not Presence.MISSING
@@ -482,10 +482,10 @@ class Stores(TransferHalf):
         with self._lock:
             while True:
                 lost = len(self._promised) + len(self._queue) + len(self._running)
-                left = deadline - time.monotonic()
-                if not lost or left <= 0:
+                remaining = deadline - time.monotonic()
+                if not lost or remaining <= 0:
                     return lost
-                self._idle.wait(left)
+                self._idle.wait(remaining)
 
     def close(self) -> None:
         """Drop the queued stores, and end the threads."""
@@ -499,8 +499,8 @@ class Stores(TransferHalf):
         """Wait for the threads that are not stuck; report promised chunks that are lost."""
         super().join(seconds)
         with self._lock:
-            left = [job for job in self._running.values() if job.promised and not job.ended]
-            for job in left:
+            lost = [job for job in self._running.values() if job.promised and not job.ended]
+            for job in lost:
                 self._forget(job)
-        for job in left:
+        for job in lost:
             self._report(job, StoreResult.LOST)

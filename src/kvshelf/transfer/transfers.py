@@ -127,31 +127,31 @@ class Transfers:
         at_once : int
             Chunks of each kind behind those that have arrived that are read at once; 0: no bound.
         """
-        wanted = [(kind, loads) for kind, loads in self.loads.items() if kind in items]
+        kinds = [(kind, loads) for kind, loads in self.loads.items() if kind in items]
         begun = time.monotonic()
-        load = Load(request_id, unfinished=len(wanted), begun=begun)
+        load = Load(request_id, unfinished=len(kinds), begun=begun)
         cuts = [begun + seconds for seconds in patience]
         # All share the bandwidth of the storage.
-        sizes = {kind: len(items[kind]) * loads.chunk_bytes for kind, loads in wanted}
+        sizes = {kind: len(items[kind]) * loads.chunk_bytes for kind, loads in kinds}
         ahead = {kind: loads.loading_bytes for kind, loads in self.loads.items()}
         total = sum(ahead.values()) + sum(sizes.values())
         # An error before this line leaves no trace. Each piece behind it ends by itself.
         with self._changed:
             self._active[request_id] = load
-        for kind, loads in wanted:
-            done = functools.partial(self._piece_done, load, kind)
+        for kind, loads in kinds:
+            on_done = functools.partial(self._piece_done, load, kind)
             try:
                 load.pieces[kind] = loads.load(
                     items[kind],
                     bytes_ahead=total - ahead[kind] - sizes[kind],
                     cuts=cuts * len(items[kind]) if len(cuts) == 1 else cuts,
                     at_once=at_once,
-                    on_done=done,
+                    on_done=on_done,
                 )
             except Exception as error:
                 # Other pieces may write to the caches already: the load ends with them.
                 logger.error("a part of a load was not started", exc_info=error)
-                done(Piece(items[kind], failed_at=0, finished=True))
+                on_done(Piece(items[kind], failed_at=0, finished=True))
         return load
 
     def cancel(self, request_id: str) -> None:
@@ -179,14 +179,14 @@ class Transfers:
         while True:
             self._stop_failed()
             with self._changed:
-                left = deadline - time.monotonic()
-                if self._finished or not self._active or left <= 0:
+                remaining = deadline - time.monotonic()
+                if self._finished or not self._active or remaining <= 0:
                     finished, self._finished = self._finished, []
                     for load in finished:
                         if self._active.get(load.request_id) is load:
                             del self._active[load.request_id]
                     return finished
-                self._changed.wait(left)
+                self._changed.wait(remaining)
 
     @property
     def loading(self) -> bool:
@@ -205,9 +205,9 @@ class Transfers:
             if len(load.pieces) > 1 and load.failed and not load.stopped:
                 load.stopped = True
                 # One needed kind keeps what lies before the failure.
-                kept = load.needed if len(load.needed) == 1 else {}
-                rest = {kind: one for kind, one in load.pieces.items() if kind not in kept}
-                self._cancel_pieces(rest, count=False)
+                useful = load.needed if len(load.needed) == 1 else {}
+                useless = {kind: piece for kind, piece in load.pieces.items() if kind not in useful}
+                self._cancel_pieces(useless, count=False)
 
     def _piece_done(self, load: Load, kind: Kind, piece: Piece) -> None:
         """Note that a piece is finished. Runs with the lock of its :class:`Loads` held."""
