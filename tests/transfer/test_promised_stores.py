@@ -56,7 +56,8 @@ def test_promised_stores_are_published_before_the_others(rig: Rig, backend: Faul
     assert rig.stores.store(three, promised=True, on_done=ends) is QUEUED
     gate.let(6)
     assert rig.transfer.drain(PATIENCE) == 0
-    assert ends.chunks == [one.chunk, three.chunk, two.chunk]
+    # Stores are told of a moment after they have ended.
+    until(lambda: ends.chunks == [one.chunk, three.chunk, two.chunk])
 
 
 def test_a_store_in_flight_becomes_promised(rig: Rig, backend: FaultyStorage) -> None:
@@ -72,7 +73,7 @@ def test_a_store_in_flight_becomes_promised(rig: Rig, backend: FaultyStorage) ->
     assert rig.stores.store(three, promised=True) is KNOWN
     gate.let(6)
     assert rig.transfer.drain(PATIENCE) == 0
-    assert ends.chunks == [one.chunk, three.chunk, two.chunk]
+    until(lambda: ends.chunks == [one.chunk, three.chunk, two.chunk])
     assert told.of == [(three.chunk, StoreResult.EXISTED)]
 
 
@@ -98,7 +99,7 @@ def test_promised_stores_take_staging_from_the_last_of_the_others(
     assert rig.count("dropped_chunks_staging_full") == 4
     gate.let(6)
     assert rig.transfer.drain(PATIENCE) == 0
-    assert ends.chunks[2:] == [one.chunk, five.chunk, six.chunk]
+    until(lambda: ends.chunks[2:] == [one.chunk, five.chunk, six.chunk])
     assert rig.chunks_in_use == 0
     load, loaded = rig.load([one.chunk, five.chunk, six.chunk], 20)
     assert load.failed_at is None
