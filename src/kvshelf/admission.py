@@ -197,9 +197,9 @@ class AdmissionRule:
 
     def admits(self, hit: Hit, before: Before) -> bool:
         """Whether a hit is expected to be loaded sooner than it is computed."""
-        costs, others = self.load_costs(hit), before.beside(hit)
-        if not (costs.knows(hit.nbytes) and self.prefill.most):
+        if self.is_unknown(hit):
             return True
+        costs, others = self.load_costs(hit), before.beside(hit)
         is_known = self._knows_computing(hit)
         seconds = self.prefill.seconds if is_known else self.prefill.seconds_at_most
         load = costs.seconds(others + hit.nbytes)
