@@ -1174,7 +1174,7 @@ class EngineModel(ScheduledRequests):
     def _check_stored(self, rank: Rank, meta: StepMetadata, *, late: bool) -> None:
         """Fail unless a rank has what the chunks stand for that a step has it store."""
         for op in meta.stores:
-            text = self.texts[op.owner[0]]
+            text = self.texts[op.request_id]
             start = op.chunk.index * self.format.chunk_size
             end = start + op.chunk.tokens
             for group, blocks in enumerate(op.block_ids if op.late is late else ()):
@@ -1185,7 +1185,7 @@ class EngineModel(ScheduledRequests):
                     rank.states.compare(group, blocks, (0, 0), text, origin, end, "a stored state")
                 else:
                     table = [NULL_BLOCK] * (start // self.unit[group]) + blocks
-                    self._compare_group(rank, op.owner[0], group, table, start, end)
+                    self._compare_group(rank, op.request_id, group, table, start, end)
 
     def _compare_group(
         self, rank: Rank, name: str, group: int, table: Sequence[int], start: int, end: int

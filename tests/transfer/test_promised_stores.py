@@ -8,7 +8,6 @@ from contextlib import closing
 import pytest
 
 from kvshelf.format.keys import Chunk
-from kvshelf.kv.streams import Streams
 from kvshelf.transfer.stores import StoreOutcome, StoreResult
 from tests.sim.storage import FaultyStorage, Gate
 from tests.support.formats import make_format
@@ -75,60 +74,6 @@ def test_a_store_in_flight_becomes_promised(rig: Rig, backend: FaultyStorage) ->
     assert rig.transfer.drain(PATIENCE) == 0
     until(lambda: ends.chunks == [one.chunk, three.chunk, two.chunk])
     assert told.of == [(three.chunk, StoreResult.EXISTED)]
-
-
-def test_promised_stores_take_staging_from_the_last_of_the_others(
-    rig: Rig, backend: FaultyStorage
-) -> None:
-    gate = Gate(backend)
-    items = rig.items(single(7), 0)
-    for item in items:
-        rig.fill(item)
-    one, two, three, four, five, six, seven = items
-    ends = Ends()
-    for item in (one, two, three):
-        assert rig.stores.store(item, on_done=ends) is QUEUED
-    assert gate.waiting.acquire(timeout=PATIENCE)
-    assert rig.stores.store(four, on_done=ends) is FULL
-    assert rig.stores.store(five, promised=True, on_done=ends) is QUEUED
-    assert ends.of == [(three.chunk, StoreResult.FAILED)]
-    assert rig.stores.store(six, promised=True, on_done=ends) is QUEUED
-    assert ends.chunks == [three.chunk, two.chunk]
-    # What is left is promised, or on its way to the storage.
-    assert rig.stores.store(seven, promised=True, on_done=ends) is FULL
-    assert rig.count("dropped_chunks_staging_full") == 4
-    gate.let(6)
-    assert rig.transfer.drain(PATIENCE) == 0
-    until(lambda: ends.chunks[2:] == [one.chunk, five.chunk, six.chunk])
-    assert rig.chunks_in_use == 0
-    load, loaded = rig.load([one.chunk, five.chunk, six.chunk], 20)
-    assert load.failed_at is None
-    assert all(rig.holds(item) for item in loaded)
-
-
-def test_a_store_whose_copy_has_not_ended_keeps_its_staging(backend: FaultyStorage) -> None:
-    with closing(
-        Rig(backend, make_format(native=False), False, memory_chunks=6, streams=Streams())
-    ) as rig:
-        gate = Gate(backend)
-        # As with device buffers, which a CPU that is served as a device does not have.
-        rig.context.cache._ring = 4
-        one, two, three, four, five = rig.items(
-            [make_chunks(rig.fmt, 1, seed)[0] for seed in range(5)], 0
-        )
-        for item in (one, two, three):
-            assert rig.stores.store(item) is QUEUED
-        assert gate.waiting.acquire(timeout=PATIENCE)
-        # Of the device's four buffers one was not used yet: each of the three may be in use.
-        assert rig.stores.store(four, promised=True) is FULL
-        jobs = list(rig.stores._queue)
-        for job in jobs:
-            job.pending.wait()
-        rig.context.cache._gathers += 4
-        assert rig.stores.store(five, promised=True) is QUEUED
-        gate.let(6)
-        assert rig.transfer.drain(PATIENCE) == 0
-        assert rig.chunks_in_use == 0
 
 
 def test_promised_stores_that_run_at_the_end_are_lost(rig: Rig, backend: FaultyStorage) -> None:

@@ -61,7 +61,7 @@ class Engine:
         meta = self.side.step({name: (0, tokens)}, new=(name,))
         self.clock.now += TOKEN * tokens if seconds is None else seconds
         self.side.report(timed_steps={0: meta.timed_step} if meta.timed_step else {})
-        self.side.side.finished(name)
+        self.side.side.finished(name, ())
 
     def request(self, tokens: int, **options: Any) -> Request:
         """A prompt of which all but the last token is on the shelf."""
@@ -96,7 +96,7 @@ class Engine:
         self.clock.now += seconds
         self.side.side.loads.done({name})
         self.side.took(name, seconds)
-        self.side.side.finished(name)
+        self.side.side.finished(name, ())
 
     def learn_computing(self) -> None:
         """Learn for certain what prompts take."""
@@ -180,7 +180,7 @@ def test_a_refused_hit_is_counted_once_and_noted(engine: Engine) -> None:
     assert engine.counted("refused_hits") == 1
     assert engine.counted("refused_tokens") == 64
     assert engine.counted("hit_tokens") == 4 * 64
-    engine.side.side.finished(request.request_id)
+    engine.side.side.finished(request.request_id, ())
 
 
 def test_always_loads_everything_and_cuts_nothing(root: Path) -> None:

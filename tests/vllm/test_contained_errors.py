@@ -29,6 +29,7 @@ from kvshelf.vllm.metadata import StepMetadata
 from kvshelf.vllm.scheduler import SchedulerSide
 from kvshelf.vllm.scheduler.opening import Opening
 from kvshelf.vllm.scheduler.read_ahead import ReadAheadPlan
+from kvshelf.vllm.worker.registration import Registration
 from kvshelf.vllm.worker.stores import WorkerStores
 from kvshelf.vllm.worker.weights import WorkerWeights
 from tests.sim.engine import RUNNERS, EngineModel, Request
@@ -149,7 +150,7 @@ class Conversation:
                 break
         scheduler, worker = engine.side, engine.worker.side
         assert not scheduler.requests and not scheduler.loads.planned
-        assert not worker.loads.running and not worker.stores._postponed.held
+        assert not worker.loads.running and not worker.stores._released
 
 
 def parts_of(engine: EngineModel) -> list[object]:
@@ -161,7 +162,7 @@ def parts_of(engine: EngineModel) -> list[object]:
         *(scheduler, *scheduler._parts, scheduler._hits, scheduler._steps, scheduler.opening),
         *(scheduler.opening.handshake, scheduler._orders, *scheduler._facts.values()),
         *(worker, worker.loads, worker.stores, worker.weights, worker.adapters, worker.model),
-        *(worker.stores._postponed, worker.model.registration, worker._facts, worker._orders),
+        *(worker.model.registration, worker._facts, worker._orders),
         *(transfers, worker.model.promises, *transfers.loads.values()),
         *transfers.stores.values(),
     ]
@@ -275,7 +276,7 @@ def test_an_error_at_the_end_keeps_nothing_open(
     fill(engine)
     threads = (named("kvshelf-store") | named("kvshelf-load")) - others
     assert threads
-    monkeypatch.setattr(WorkerStores, "drop_postponed", _fail)
+    monkeypatch.setattr(Registration, "cancel_weights", _fail)
     monkeypatch.setattr(Opening, "close", _fail)
     engine.worker.connector.shutdown()
     engine.connector.shutdown()
@@ -284,7 +285,7 @@ def test_an_error_at_the_end_keeps_nothing_open(
 
 @pytest.mark.parametrize(
     ("part", "method", "computed"),
-    [(ReadAheadPlan, "loading", True), (WorkerStores, "released", False)],
+    [(ReadAheadPlan, "loading", True), (WorkerStores, "take_released", False)],
 )
 def test_a_load_is_reported_where_a_method_fails_beside_it(
     start: Callable[..., EngineModel],

@@ -404,31 +404,30 @@ def test_all_kinds_come_back_to_the_byte(rig: Rig, model: str, native: bool, sta
     assert reader.side.counters.snapshot()["loaded_tokens"] == 3 * CHUNK - start
 
 
-def test_windows_that_found_no_memory_are_not_gathered_in_a_later_step(rig: Rig) -> None:
-    """Their blocks may be others' by then."""
+def test_windows_without_memory_are_dropped_and_full_chunks_are_refused(rig: Rig) -> None:
+    """The blocks of windows may be others' in the next step."""
     is_open = threading.Event()
     rig.backend.add(Fault("write", "*.safetensors", wait=is_open))
     worker = rig.engine("gemma")
     limit_stores(worker.side, 4)
     chunks = chunks_of(worker.namespace_open, 6)
-    blocks = tables(worker, 6 * CHUNK, 1)
-    owner = ("r", 0)
-    ops = [replace(op, owner=owner) for op in store_ops(worker, chunks, blocks)]
-    worker.step(StepMetadata(stores=ops))
+    ops = [
+        replace(op, request_id="r")
+        for op in store_ops(worker, chunks, tables(worker, 6 * CHUNK, 1))
+    ]
+    _, _, said = worker.step(StepMetadata(stores=ops))
     is_open.set()
     assert worker.side.drain(PATIENCE) == 0
-
-    def stored(kind: Kind) -> int:
-        return sum(rig.path(worker.namespace_open, chunk, kind).exists() for chunk in chunks)
-
-    windows = stored(WINDOW)
-    assert 0 < windows < 6
-    assert 0 < stored(FULL) < 6
-    for _ in chunks:
-        worker.step(StepMetadata(again=[owner]))
-        assert worker.side.drain(PATIENCE) == 0
-    assert stored(FULL) == 6
-    assert stored(WINDOW) == windows
+    stored = {
+        kind: [rig.path(worker.namespace_open, chunk, kind).exists() for chunk in chunks]
+        for kind in (FULL, WINDOW)
+    }
+    assert stored[FULL] == [True] * 4 + [False] * 2 and 0 < sum(stored[WINDOW]) < 6
+    assert said is not None
+    ((_, facts),) = said.facts[0]
+    assert facts.refused == [("r", chunk) for chunk in chunks[4:]]
+    dropped = worker.side.counters.snapshot()["dropped_chunks_staging_full"]
+    assert dropped == stored[WINDOW].count(False)
 
 
 @pytest.mark.parametrize("kind", [FULL, WINDOW, STATE])

@@ -142,13 +142,13 @@ def test_of_a_long_queue_the_first_requests_have_keys(side: LoneScheduler) -> No
     assert side.with_lookups() == [str(n) for n in range(AHEAD)]
     # They are admitted or end, and others are next.
     side.step({"0": (0, 41), "1": (0, 41)}, new=("0", "1"))
-    side.side.finished("2")
+    side.side.finished("2", ())
     side.step()
     assert side.with_lookups()[-3:] == [str(AHEAD), str(AHEAD + 1), str(AHEAD + 2)]
     # One that vLLM asks for out of order.
     assert side.ask(requests[900]) == 0
     for number in range(1000):
-        side.side.finished(str(number))
+        side.side.finished(str(number), ())
     assert not side.remembers()
 
 
@@ -202,7 +202,7 @@ def test_request_whose_hand_over_is_late_waits_for_nothing_more(make: Make, know
     request, short = (Request(name, prompt(41), kv_transfer_params=params) for name in "rs")
     # A block is computed sooner than it is waited for.
     assert side.side.matched_tokens(short, 4) == 0
-    side.side.finished("s")
+    side.side.finished("s", ())
     side.side.new_request(request)
     assert side.side.matched_tokens(request, 0) is None
     begin = time.monotonic()
@@ -423,21 +423,6 @@ def test_step_of_which_a_part_fails_brings_loads_and_stores_nothing(
     assert [op.request_id for op in meta.loads] == ["r"]
 
 
-@pytest.mark.parametrize("later", [0, 1, 2])
-def test_blocks_of_a_promised_prompt_are_kept_while_its_stores_may_be_postponed(
-    side: LoneScheduler, later: int
-) -> None:
-    request = Request("r", prompt(20), kv_transfer_params={"do_remote_decode": True})
-    side.ask(request)
-    assert len(side.step({"r": (0, 20)}, new=("r",)).stores) == 3
-    request.num_computed_tokens = 20
-    for _ in range(later):
-        side.step()
-    keeps_blocks, params = side.side.finished("r")
-    assert params is not None and params["kvshelf_tokens"] == 20
-    assert keeps_blocks is (later < 2)
-
-
 def test_what_to_read_ahead_that_cannot_be_planned_does_not_hold_up_loads(
     ahead: LoneScheduler, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -448,7 +433,7 @@ def test_what_to_read_ahead_that_cannot_be_planned_does_not_hold_up_loads(
     request = Request("r", prompt(20))
     assert ahead.ask(request) == 16
     ahead.load(request, 16)
-    ahead.side.finished("gone")
+    ahead.side.finished("gone", ())
     ahead.known("s", prompt(20, 1))
 
     def broken(*_: object) -> int:
@@ -490,7 +475,7 @@ def test_a_step_waits_only_where_no_other_rank_waits_for_it(
     assert [meta.idle for meta in found] == waits
     # Once the last request has ended nothing is in flight.
     side.step({"busy": (1, 1)})
-    side.side.finished("busy")
+    side.side.finished("busy", ())
     assert side.step().idle is waits[-1]
 
 
@@ -548,8 +533,8 @@ def test_a_finished_request_leaves_nothing_behind(side: LoneScheduler) -> None:
     side.ask(request)
     side.load(request, 16)
     assert len(side.step().loads) == 1
-    side.side.finished("r")
-    side.side.finished("r")
+    side.side.finished("r", ())
+    side.side.finished("r", ())
     side.side.loads.done({"r"})
     assert orders_of(side.step()).cancelled == [1]
     assert not orders_of(side.step()).cancelled
@@ -1092,7 +1077,7 @@ def test_load_and_its_end_are_announced_until_every_rank_has_begun(make: Make) -
     for _ in range(3):
         meta = side.step(silent=frozenset({1}))
         assert [op.number for op in meta.loads] == [load]
-    side.side.finished("r")
+    side.side.finished("r", ())
     for _ in range(3):
         meta = side.step(silent=frozenset({1}))
         assert orders_of(meta).cancelled == [load]

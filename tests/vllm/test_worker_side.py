@@ -30,11 +30,9 @@ from kvshelf.vllm.connector import SharedStorageConnector
 from kvshelf.vllm.metadata import (
     LoadOp,
     StepMetadata,
-    StoreOp,
     WorkerMetadata,
 )
 from kvshelf.vllm.worker import side as side_module
-from kvshelf.vllm.worker.postponed import PostponedStores
 from kvshelf.vllm.worker.registered_caches import natural_order
 from tests.sim.engine_caches import bind, make_caches, make_config, make_groups
 from tests.sim.engine_sides import (
@@ -369,52 +367,26 @@ def test_chunks_in_memory_are_published_before_an_engine_sleeps(
     assert all(rig.path(chunk).exists() for chunk in chunks)
 
 
-@pytest.mark.parametrize("how", ["sleep", "gone"])
-def test_postponed_stores_are_dropped_when_their_blocks_get_other_content(
-    make_worker: Callable[..., LoneWorker], backend: FaultyStorage, how: str
+def test_full_chunk_without_memory_is_refused_with_those_behind_it_of_its_request(
+    make_worker: Callable[..., LoneWorker], backend: FaultyStorage
 ) -> None:
     rig = make_worker()
     limit_stores(rig.side, 4)
-    chunks, owner = rig.chunks(16), ("r", 0)
+    chunks, (other,) = rig.chunks(8), rig.chunks(1, seed=1)
     gate = threading.Event()
     backend.add(Fault("write", "*.safetensors", wait=gate))
-    _, _, said = rig.step(StepMetadata(stores=[store_op(chunk, owner=owner) for chunk in chunks]))
-    assert said is not None and said.postponed == [owner]
+    ops = [store_op(chunk, request_id="r") for chunk in chunks]
+    _, _, said = rig.step(StepMetadata(stores=[*ops], number=1))
+    assert said is not None and said.room == (1, 0)
+    assert said.refused == [("r", chunk) for chunk in chunks[4:]]
     gate.set()
-    if how == "sleep":
-        rig.connector.unregister_kv_caches()
-        rig.connector.restore_kv_caches()
-    else:
-        rig.step(ordered(gone=[owner]))
-        rig.drain()
-    stored = rig.counts["stored_chunks"]
-    rig.step(StepMetadata(again=[owner]))
     rig.drain()
-    assert rig.counts["stored_chunks"] == stored < 16
-    assert rig.counts["dropped_chunks_staging_full"] == 16 - stored
-
-
-def test_chunks_behind_a_postponed_one_of_their_request_wait_and_no_others(
-    make_worker: Callable[..., LoneWorker], backend: FaultyStorage, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rig = make_worker()
-    limit_stores(rig.side, 4)
-    chunks, (other,) = rig.chunks(17), rig.chunks(1, seed=1)
-    gate, put = threading.Event(), PostponedStores.put
-    backend.add(Fault("write", "*.safetensors", wait=gate))
-
-    def put_and_free_memory(stores: PostponedStores, op: StoreOp) -> None:
-        put(stores, op)
-        gate.set()
-        rig.drain()
-
-    monkeypatch.setattr(PostponedStores, "put", put_and_free_memory)
-    ops = [store_op(chunk, owner=("r", 0)) for chunk in chunks]
-    rig.step(StepMetadata(stores=ops[:-1]))
-    rig.step(StepMetadata(stores=[ops[-1], store_op(other, owner=("s", 0))]))
+    _, _, said = rig.step(StepMetadata())
+    assert said is not None and said.room == (1, 4)
+    rig.step(StepMetadata(stores=[store_op(other, request_id="s")], number=2))
     rig.drain()
-    stored = [rig.path(chunk).exists() for chunk in chunks]
-    assert stored == sorted(stored, reverse=True) and rig.path(other).exists()
+    assert [rig.path(chunk).exists() for chunk in chunks] == [True] * 4 + [False] * 4
+    assert rig.path(other).exists() and "dropped_chunks_staging_full" not in rig.counts
 
 
 def test_reset_lets_a_worker_store_again_what_it_has_stored(

@@ -17,14 +17,12 @@ cannot be stored, and, before its first object is written, objects without the r
 In memory: a slot whose objects were all written is sealed, and loads find it. A chunk that is in
 memory already is stored from there; nothing is gathered.
 
-Dropped chunks: stores have a share of the memory, and since the engine's step must not wait, a
-store for which it has no room is dropped, unless its caller offers it again. What was dropped or
+Dropped chunks: stores have a share of the memory, and the engine's step must not wait. A store for
+which the share has no room is dropped, or refused if its caller plans it again. What was dropped or
 published is remembered (:mod:`kvshelf.transfer.known_chunks`), and decides about the chunks behind
 it.
 
-Promised stores: another engine waits for these chunks. They are published before all others, and
-where memory is used up they take it from queued stores that are not promised, from the last one
-on. A store that is running, or whose copy from a device has not ended, keeps its slot.
+Promised stores: another engine waits for these chunks. They are published before all others.
 
 Contracts
 ---------
@@ -163,7 +161,7 @@ class Stores(TransferHalf):
         age: float = 0.0,
         wait: float = 0.0,
         promised: bool = False,
-        postponable: bool = False,
+        is_refused: bool = False,
         on_done: OnStored | None = None,
     ) -> StoreOutcome:
         """Gather one chunk and queue it for publishing. Step thread, unless it may wait.
@@ -181,11 +179,10 @@ class Stores(TransferHalf):
         wait : float
             Seconds to wait for memory when it is used up.
         promised : bool
-            Another engine waits for the chunk: publish it before chunks that are not promised, and
-            drop queued ones of these if memory is used up. A store of the same chunk that is
-            in flight becomes promised.
-        postponable : bool
-            Where there is no memory now, the caller offers the chunk again: nothing is counted or
+            Another engine waits for the chunk: publish it before chunks that are not promised. A
+            store of the same chunk that is in flight becomes promised.
+        is_refused : bool
+            Where there is no memory now, the caller plans the chunk again: nothing is counted or
             remembered.
         on_done : Callable, optional
             Called once for a chunk that was queued, on the thread that ended its store. Must
@@ -226,10 +223,8 @@ class Stores(TransferHalf):
         # Without a name it is never found: of no use where nothing stays in memory.
         named = self._memory.keeps
         slot = self._places.claim(item.chunk, share, deadline=until, is_named=named)
-        if slot is None and promised and self._make_room(item.chunk):
-            slot = self._places.claim(item.chunk, share, is_named=named)
         if slot is None:
-            return self._drop(item.chunk, StoreOutcome.STAGING_FULL, postponable)
+            return self._drop(item.chunk, StoreOutcome.STAGING_FULL, is_refused)
         begin = time.perf_counter()
         pending: PendingCopy | None = DONE if slot.is_sealed else None
         try:
@@ -245,7 +240,7 @@ class Stores(TransferHalf):
             if pending is None:
                 self._memory.ring.release(share, [slot])
         if pending is None:
-            return self._drop(item.chunk, StoreOutcome.STAGING_FULL, postponable)
+            return self._drop(item.chunk, StoreOutcome.STAGING_FULL, is_refused)
         self._counters.observe("gather", time.perf_counter() - begin)
         job = _StoreJob(item.chunk, slot, repair, seen_at, on_done, promised, pending)
         with self._lock:
@@ -258,6 +253,22 @@ class Stores(TransferHalf):
         self._release(job)
         return self._drop(item.chunk, StoreOutcome.UNAVAILABLE)
 
+    @property
+    def room(self) -> int:
+        """How many further chunks the memory for stores has room for."""
+        share = self._context.shares.stores
+        room = max(0, share.limit - share.pinned_bytes) // self._places.slot_bytes
+        # A share that has nothing may take a slot in any case.
+        return room or int(not share.pinned_bytes)
+
+    def await_room(self, seconds: float) -> None:
+        """Wait until the memory for stores has room for a chunk, and not longer than `seconds`."""
+        ring, share = self._memory.ring, self._context.shares.stores
+        deadline = time.monotonic() + seconds
+        slot = ring.claim(None, self._places.slot_bytes, share, deadline=deadline)
+        if slot is not None:
+            ring.release(share, [slot])
+
     def _promise(self, job: _StoreJob) -> None:
         """Make a store in flight a promised one. Holds the lock."""
         if not job.promised:
@@ -266,32 +277,9 @@ class Stores(TransferHalf):
                 self._queue.remove(job)
                 self._promised.append(job)
 
-    def _make_room(self, chunk: Chunk) -> bool:
-        """Drop queued stores that are not promised for a promised one; False if too few."""
-        victims: list[_StoreJob] = []
-        room, needed = 0, self._places.slot_bytes_of(chunk)
-        with self._lock:
-            # The last ones: children of the others would be useless without their parents.
-            for job in reversed(self._queue):
-                if room >= needed:
-                    break
-                if job.pending.ended:
-                    victims.append(job)
-                    room += job.slot.nbytes
-            if room < needed:
-                return False
-            for job in victims:
-                self._queue.remove(job)
-                self._forget(job)
-        for job in victims:
-            self._release(job)
-            self._drop(job.chunk, StoreOutcome.STAGING_FULL)
-            self._report(job, StoreResult.FAILED)
-        return True
-
-    def _drop(self, chunk: Chunk, outcome: StoreOutcome, postponable: bool = False) -> StoreOutcome:
-        """Count and remember a chunk that is not stored, unless it is offered again."""
-        if not postponable:
+    def _drop(self, chunk: Chunk, outcome: StoreOutcome, is_refused: bool = False) -> StoreOutcome:
+        """Count and remember a chunk that is not stored, unless it is only refused."""
+        if not is_refused:
             self._context.count(f"dropped_chunks_{outcome.name.lower()}")
             self.known.note_dropped(chunk.key)
         return outcome

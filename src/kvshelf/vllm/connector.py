@@ -348,7 +348,7 @@ class KVShelfConnector(KVConnectorBase_V1, SupportsHMA):
 
     @_contained(lambda *_: set())
     def _take_released(self) -> set[str]:
-        return self._worker.stores.released()
+        return self._worker.stores.take_released()
 
     @_contained(lambda *_: (set(), set(), set()))
     def _take_ended(self) -> tuple[set[str], set[str], set[int]]:
@@ -420,27 +420,26 @@ class KVShelfConnector(KVConnectorBase_V1, SupportsHMA):
         meta = connector_output.kv_connector_worker_meta
         self._scheduler.take_output(
             connector_output.finished_recving or (),
-            connector_output.finished_sending or (),
             meta if isinstance(meta, WorkerMetadata) else None,
         )
 
-    @_contained(lambda *_: (False, None))
     def request_finished(
         self, request: Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Forget the request, as :meth:`request_finished_all_groups` does, of one cache group."""
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    @_contained(lambda *_: (False, None))
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """Forget the request; return whether it keeps its blocks, and what it hands over.
 
         Where the request wants a hand-over, the answer is what another engine needs to know
-        (:mod:`kvshelf.vllm.handover`). Its blocks are kept until :meth:`get_transfer_results` of
-        all workers has named the request, if stores of its chunks may have been postponed.
+        (:mod:`kvshelf.vllm.handover`). If chunks of it are not stored yet, it keeps its blocks
+        until :meth:`get_transfer_results` of all workers has named the request.
         """
-        return self._scheduler.finished(request.request_id)
-
-    def request_finished_all_groups(
-        self, request: Request, block_ids: tuple[list[int], ...]
-    ) -> tuple[bool, dict[str, Any] | None]:
-        """Forget the request, as :meth:`request_finished` does, of an engine with any groups."""
-        return self.request_finished(request, [])
+        return self._scheduler.finished(request.request_id, block_ids)
 
     @_contained(lambda *_: False)
     def reset_cache(self) -> bool | None:

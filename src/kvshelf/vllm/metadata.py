@@ -47,10 +47,6 @@ class AdapterContent:
     stamps: tuple[bytes, ...]
 
 
-#: A request as long as it keeps its blocks: its id, and how often vLLM has preempted it.
-Owner: TypeAlias = tuple[str, int]
-
-
 @dataclass(frozen=True, slots=True)
 class StoreOp:
     """Store one kind of one chunk after this step's forward pass.
@@ -76,7 +72,7 @@ class StoreOp:
     attempt : str
         The attempt of the hand-over for which the chunk is stored, 32 hex digits; empty without
         one.
-    owner : Owner
+    request_id : str
         Whose the blocks are.
     late : bool
         It is complete only when vLLM has judged the step's drafts, or made new ones.
@@ -90,7 +86,7 @@ class StoreOp:
     round: int = 0
     kind: Kind = FULL
     attempt: str = ""
-    owner: Owner = ("", 0)
+    request_id: str = ""
     late: bool = False
 
 
@@ -171,10 +167,11 @@ class Orders:
         Numbers of loads whose request ended while they ran.
     prefetch_ended : list of str
         Requests with prefetched chunks that no longer wait and need no load.
-    gone : list of Owner
-        Requests whose blocks are no longer theirs: their postponed stores are dropped.
-    held : list of Owner
-        Requests that have ended and keep their blocks until each worker has reported them.
+    released : list of str
+        Requests that have ended and whose blocks no store needs any more: each worker reports them
+        to vLLM.
+    broken : list of str
+        Attempts of hand-overs that have failed: the workers mark them.
     ranks_file : str
         The file that all ranks must find on the shelf.
     """
@@ -182,8 +179,8 @@ class Orders:
     reset: bool = False
     cancelled: list[int] = field(default_factory=list)
     prefetch_ended: list[str] = field(default_factory=list)
-    gone: list[Owner] = field(default_factory=list)
-    held: list[Owner] = field(default_factory=list)
+    released: list[str] = field(default_factory=list)
+    broken: list[str] = field(default_factory=list)
     ranks_file: str = ""
 
 
@@ -211,9 +208,10 @@ class StepMetadata(KVConnectorMetadata):
     weights_round : int
         The current round, see :mod:`kvshelf.vllm.worker.weights`.
     prefetches : list of PrefetchOp
-    again : list of Owner
-        Requests of this step of which workers have postponed stores
-        (:mod:`kvshelf.vllm.worker.postponed`): these may be gathered now.
+    number : int
+        The number of a step that brings stores, or before which chunks wait for room; 0 for others.
+    waits_for_room : bool
+        Chunks wait for room, so that an idle step may wait for it.
     timed_step : int
         The number of a step that is timed; 0 for others.
     """
@@ -227,7 +225,8 @@ class StepMetadata(KVConnectorMetadata):
     heard: dict[int, int] = field(default_factory=dict)
     weights_round: int = 0
     prefetches: list[PrefetchOp] = field(default_factory=list)
-    again: list[Owner] = field(default_factory=list)
+    number: int = 0
+    waits_for_room: bool = False
     timed_step: int = 0
 
 
@@ -338,8 +337,11 @@ class Facts:
         Ids of LoRA adapters for which it loaded other files than chunk keys stand for.
     without_drafts : list of (str, int)
         Requests of whose loads the drafter's KV is not complete, and the first token without it.
-    postponed : list of Owner
-        Requests of which it has begun to postpone stores.
+    refused : list of (str, Chunk)
+        Full chunks of requests that it was to store and has no memory for.
+    room : tuple of (int, int), optional
+        The last :attr:`StepMetadata.number` of a step that it has ended, and for how many further
+        full chunks its stores have memory; told when either changes.
     load_seconds : list of (int, str, float)
         Number and request of loads, and how long they took, or would have taken if they had not
         been cut.
@@ -357,7 +359,8 @@ class Facts:
     writes_refused: bool | None = None
     other_adapters: list[int] = field(default_factory=list)
     without_drafts: list[tuple[str, int]] = field(default_factory=list)
-    postponed: list[Owner] = field(default_factory=list)
+    refused: list[tuple[str, Chunk]] = field(default_factory=list)
+    room: tuple[int, int] | None = None
     load_seconds: list[tuple[int, str, float]] = field(default_factory=list)
     disabled: list[tuple[str, bool]] = field(default_factory=list)
     drafter_disabled: list[tuple[str, bool]] = field(default_factory=list)

@@ -15,7 +15,7 @@ A request's life
 5. ``worker_output`` takes what failed, so that these chunks are computed and stored again, and what
    makes the namespace (:mod:`~kvshelf.vllm.scheduler.opening`).
 6. ``finished`` forgets the request, and cancels its load if it is still running. It returns what
-   is promised to another engine (:mod:`~kvshelf.vllm.scheduler.promises`).
+   is promised to another engine (:mod:`~kvshelf.vllm.scheduler.stores`).
 
 :mod:`kvshelf.vllm.scheduler.side` has these methods, and runs the parts.
 """

@@ -141,7 +141,7 @@ class Lookups(SharingPart):
             state.drop_lookup()
         elif lookup.chain is not None:
             if not self._groups.mixed:
-                stored = min(state.stores.next_chunk, len(lookup.chain.chunks))
+                stored = min(state.stores.next_full, len(lookup.chain.chunks))
                 lookup.hit_chunks = lookup.full_chunks = max(lookup.full_chunks, stored)
             state.newer = None if lookups is None else self._submit(lookups, state)
 

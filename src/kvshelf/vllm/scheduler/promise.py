@@ -6,8 +6,8 @@ tokens of the prompt of which a load would find everything.
 
 Contracts
 ---------
-* Only what was seen on the shelf, or handed to the workers to be stored, is promised. If a store
-  fails later, the workers inform the consumer by a marker.
+* Only what was seen on the shelf, was handed to the workers, or waits for their room is promised.
+  If a store fails later, the workers inform the consumer by a marker.
 * Everything promised is in one namespace.
 * Runs on the engine's step thread.
 """

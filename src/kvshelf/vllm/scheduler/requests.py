@@ -108,11 +108,16 @@ class StorePlan:
     Attributes
     ----------
     next_chunk : int
-        Index of the first chunk that was not planned.
+        Index of the first chunk that was not complete when stores were last planned.
+    next_full : int
+        Index of the first chunk whose full KV was not handed out, and not seen on the shelf. Full
+        chunks from here to `next_chunk` are the request's backlog.
+    has_tail : bool
+        The tail was handed out.
     next_boundary : tuple of (int, int)
         `next_chunk`, and the first token behind which there is more to store with it.
     at : int
-        The step in which stores were last planned; 0 before.
+        The last step that was to store anything of the request; 0 before.
     last_state : int
         Index of the last chunk whose state was planned to be stored; −1 before.
     windows_from : int
@@ -123,6 +128,8 @@ class StorePlan:
     """
 
     next_chunk: int = 0
+    next_full: int = 0
+    has_tail: bool = False
     next_boundary: tuple[int, int] = (0, 0)
     at: int = 0
     last_state: int = -1

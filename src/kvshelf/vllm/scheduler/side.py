@@ -23,6 +23,7 @@ from kvshelf.format.namespace import Namespace
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.logs import RateLimitedLog
 from kvshelf.tiers.tiered import AnyShelf
+from kvshelf.vllm.handover import asks_for_handover
 from kvshelf.vllm.messages import Inbox, Outbox
 from kvshelf.vllm.metadata import Facts, Orders, StepMetadata, WorkerMetadata
 from kvshelf.vllm.scheduler.admission import Admission
@@ -37,7 +38,7 @@ from kvshelf.vllm.scheduler.lookups import Lookups
 from kvshelf.vllm.scheduler.opening import Opening
 from kvshelf.vllm.scheduler.part import Part
 from kvshelf.vllm.scheduler.periods import BlockPeriods
-from kvshelf.vllm.scheduler.promises import Promises
+from kvshelf.vllm.scheduler.promise import Promise
 from kvshelf.vllm.scheduler.read_ahead import Loadable, ReadAheadPlan
 from kvshelf.vllm.scheduler.requests import Requests, RequestState
 from kvshelf.vllm.scheduler.shared import Shared
@@ -95,14 +96,12 @@ class SchedulerSide:
         self._read_ahead = ReadAheadPlan(self._loadable, self.lookups.loads_are_paused, orders)
         self.loads = SchedulerLoads(shared, self._periods, self._read_ahead, self.admission)
         self._answers = Answers(shared, self.lookups, self.handovers, self.admission, self.loads)
-        self._promises = Promises(shared)
         unsettled = Unsettled(shared)
-        stores = SchedulerStores(
+        self._stores = SchedulerStores(
             shared,
             lookups=self.lookups,
             periods=self._periods,
             unsettled=unsettled,
-            promises=self._promises,
             read_ahead=self._read_ahead,
         )
         #: In the order in which they plan.
@@ -114,8 +113,7 @@ class SchedulerSide:
             self._read_ahead,
             self.drafts,
             unsettled,
-            stores,
-            self._promises,
+            self._stores,
             self.admission,
         ]
         self._facts = {rank: Inbox(self._receivers(rank)) for rank in range(engine.ranks)}
@@ -156,7 +154,8 @@ class SchedulerSide:
         if request.lora_request is not None:
             self._adapters.note_request(request.lora_request)
         if self.engine.hands_over:
-            self._promises.arrive(state)
+            if state.addressable and asks_for_handover(request.kv_transfer_params):
+                state.promise = Promise()
             if not self.requests.is_transferred(request):
                 self.handovers.arrive(state)
         return state
@@ -190,8 +189,16 @@ class SchedulerSide:
             self.lookups.loading(state)
             self.loads.plan_load(state, block_ids, external)
 
-    def finished(self, request_id: str) -> tuple[bool, dict[str, Any] | None]:
+    def finished(
+        self, request_id: str, block_ids: Sequence[Sequence[int]]
+    ) -> tuple[bool, dict[str, Any] | None]:
         """Forget a request; cancel its load if it is still running.
+
+        Parameters
+        ----------
+        request_id : str
+        block_ids : sequence of Sequence of int
+            Its blocks in each cache group.
 
         Returns
         -------
@@ -205,7 +212,7 @@ class SchedulerSide:
             return False, None
         for part in self._parts:
             self._run("the end of a request was not noted", part.finished, state)
-        return self._promises.end(state)
+        return self._stores.end(state, block_ids)
 
     # ------------------------------------------------------------- steps
 
@@ -231,7 +238,11 @@ class SchedulerSide:
     def _lose(self, parts: Iterable[Part], requests: Iterable[str], meta: StepMetadata) -> None:
         """Store nothing in a step of which `parts` do not know what it computes."""
         meta.stores, meta.prefetches = [], []
-        self._promises.break_all(requests)
+        self._stores.lose()
+        for request_id in requests:
+            state = self.requests.get(request_id)
+            if state is not None:
+                state.promise = None
         for part in parts:
             self._run(part.failure, part.lose)
 
@@ -255,20 +266,16 @@ class SchedulerSide:
         meta.heard = {rank: self._facts[rank].heard for rank in self._answer}
         self._answer.clear()
 
-    def take_output(
-        self, loaded: Iterable[str], released: Iterable[str], meta: WorkerMetadata | None
-    ) -> None:
+    def take_output(self, loaded: Iterable[str], meta: WorkerMetadata | None) -> None:
         """Take what a step brings.
 
         Parameters
         ----------
-        loaded, released : iterable of str
-            The requests of which all workers have reported that their load is finished, and those
-            that kept their blocks of which they have reported that these are not needed any more.
+        loaded : iterable of str
+            The requests of which all workers have reported that their load is finished.
         meta : WorkerMetadata, optional
         """
         self._run("the end of loads was not noted", self.loads.done, loaded)
-        self._run("the release of blocks was not noted", self._promises.released, released)
         if meta is not None:
             self._run("a report of workers was not taken", self.worker_output, meta)
 
@@ -322,6 +329,7 @@ class SchedulerSide:
         """
         self.lookups.reset()
         self._read_ahead.engine_cache_was_reset()
+        self._stores.drop_backlogs()
         self._orders.next.reset = True
         self.weights_may_change()
         return True
@@ -344,6 +352,7 @@ class SchedulerSide:
             )
         self.counters.add("weight_comparisons")
         handshake.begin_round(noticed=bool(how))
+        self._stores.release_ended()
         self._periods.begin()
 
     def close(self) -> None:

@@ -1,37 +1,59 @@
-"""Plans which chunks a step stores.
+"""Plans which chunks the workers store in a step, and what is promised to other engines.
 
-Owns how far the stores of each request are planned: its chunks, tail, and the windows and states
-at likely ends of hits (:mod:`kvshelf.vllm.scheduler.ends`).
+Owns how far the stores of each request are planned, how many chunks the workers have room for, and
+the requests that have ended and keep their blocks. :mod:`~kvshelf.vllm.scheduler.ends` knows which
+windows and states are worth their bytes.
+
+Stores are pulled. A full chunk keeps its KV for as long as its request has the blocks. So the
+scheduler hands it out when all workers have room for it: in the step that completes it, or in a
+later step of the request. The chunks that wait are the request's *backlog*. Windows, states and the
+drafter's KV do not wait: the next step may overwrite them.
+
+A worker answers each step that brings stores with its room after that step
+(:attr:`~kvshelf.vllm.metadata.Facts.room`). What was handed out since then is subtracted.
+A worker that has no memory after all, as where its memory is in fragments, refuses the chunk, and
+the scheduler plans it again.
 
 Contracts
 ---------
-* Stored are all full chunks that the step completes and that the lookup did not find.
+* The scheduler hands out all full chunks that a step completes and that the lookup did not find.
+  Requests with a backlog come first, and of these the ones that hand over, then the oldest.
 * Only tokens that can no longer change are stored: those of the prompt and those that vLLM has
   accepted, never drafts or samples in flight.
+* A request stores in steps that it is part of, since vLLM then keeps its blocks until it has the
+  step's output. A request that hands over keeps its blocks behind its end until its backlog is
+  stored, and for at most ``handover_wait_s``. Then its promise is broken, and the workers say so.
+  The backlog of another request is dropped with its end.
 * Windows are stored in the step that completes the chunk. vLLM frees their blocks soon after:
   windows of which it has freed a block are not stored.
-* Of a request that wants a hand-over the tail is stored, in the step that completes the prompt.
+* Of a request that hands over the tail is stored, from the step on that completes the prompt.
+* Of a request that hands over, the chunks seen on the shelf, handed out or in its backlog are
+  promised (:mod:`~kvshelf.vllm.scheduler.promise`). While a worker's storage takes no writes,
+  nothing is promised: a consumer's lookup finds what is on the shelf. A request of which nothing
+  can be promised says so, and its consumer does not wait.
+* A change of weights, or a reset of the cache, ends the backlog of requests that have ended. A
+  reset ends all backlogs.
 * A drafter's KV is stored beside the model's (:mod:`kvshelf.vllm.scheduler.drafts`).
 * Runs on the engine's step thread.
-
 """
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Any, NamedTuple
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 from kvshelf.format.keys import Chunk, KeyChain
-from kvshelf.format.kinds import DRAFT, FULL, STATE, WINDOW, Kind
+from kvshelf.format.kinds import DRAFT, FULL, STATE, Kind
 from kvshelf.shelf.lookup import Lookup
-from kvshelf.vllm.metadata import NULL_BLOCK, StepMetadata, StoreOp
+from kvshelf.vllm.handover import asks_for_handover, no_handover
+from kvshelf.vllm.metadata import NULL_BLOCK, Facts, StepMetadata, StoreOp
 from kvshelf.vllm.scheduler.ends import Ends
 from kvshelf.vllm.scheduler.lookups import Lookups
 from kvshelf.vllm.scheduler.periods import BlockPeriods
-from kvshelf.vllm.scheduler.promises import Promises
 from kvshelf.vllm.scheduler.read_ahead import ReadAheadPlan
 from kvshelf.vllm.scheduler.requests import RequestState
 from kvshelf.vllm.scheduler.shared import Shared, SharingPart
@@ -39,20 +61,18 @@ from kvshelf.vllm.scheduler.steps import scheduled
 from kvshelf.vllm.scheduler.unsettled import Unsettled
 
 
-class _Stored(NamedTuple):
-    """A request in a step that may store some of it."""
+@dataclass(eq=False, slots=True)
+class _Source:
+    """A request whose chunks can be stored now, with its keys.
+
+    `tables` are its blocks in each cache group; None before they are needed, or if vLLM does not
+    say.
+    """
 
     state: RequestState
     lookup: Lookup
     chain: KeyChain
-    output: Any
-    meta: StepMetadata
-
-    def tables(self) -> Sequence[Sequence[int]] | None:
-        """Return the request's blocks in each cache group; None if vLLM does not say."""
-        found: Sequence[Sequence[int]] | None
-        found = self.output.kv_connector_block_state.get_block_ids(self.state.id)
-        return found
+    tables: Sequence[Sequence[int]] | None = None
 
 
 class SchedulerStores(SharingPart):
@@ -64,8 +84,12 @@ class SchedulerStores(SharingPart):
     lookups : Lookups
     periods : BlockPeriods
     unsettled : Unsettled
-    promises : Promises
     read_ahead : ReadAheadPlan
+
+    Attributes
+    ----------
+    clock : Callable
+        Seconds.
     """
 
     failure = "stores of a step could not be planned"
@@ -77,7 +101,6 @@ class SchedulerStores(SharingPart):
         lookups: Lookups,
         periods: BlockPeriods,
         unsettled: Unsettled,
-        promises: Promises,
         read_ahead: ReadAheadPlan,
     ) -> None:
         super().__init__(shared)
@@ -85,26 +108,99 @@ class SchedulerStores(SharingPart):
         self._periods = periods
         self._unsettled = unsettled
         self._ends = Ends(shared)
-        self._promises = promises
         self._read_ahead = read_ahead
+        self.clock: Callable[[], float] = time.monotonic
+        #: Requests with a backlog, the oldest backlog first.
+        self._behind: dict[str, None] = {}
+        #: Requests that have ended and keep their blocks, and until when.
+        self._ended: dict[str, tuple[_Source, float]] = {}
+        #: The last step with stores that each rank has answered, and its room in full chunks then.
+        self._answers: dict[int, tuple[int, int]] = {}
+        #: The steps with full chunks that not all ranks have answered, and how many chunks.
+        self._handed_out: deque[tuple[int, int]] = deque()
+        #: How many further full chunks this step may hand out.
+        self._room = sys.maxsize
+        #: Ranks whose storage takes no writes.
+        self._refusing: set[int] = set()
+
+    # ------------------------------------------------------------- what workers say
+
+    @property
+    def _answered(self) -> int:
+        """The step up to which all ranks have answered."""
+        if len(self._answers) < self._engine.ranks:
+            return 0
+        return min(step for step, _ in self._answers.values())
+
+    def take_facts(self, rank: int, facts: Facts) -> None:
+        """Take a rank's room, which stores it has refused, and whether its storage takes writes."""
+        if facts.writes_refused is not None:
+            (self._refusing.add if facts.writes_refused else self._refusing.discard)(rank)
+        for request_id, chunk in facts.refused:
+            source, _ = self._ended.get(request_id, (None, 0.0))
+            state = self._requests.get(request_id) if source is None else source.state
+            if state is None:
+                self._counters.add("dropped_chunks_staging_full")
+            elif chunk.tail:
+                state.stores.has_tail = False
+            else:
+                state.stores.next_full = min(state.stores.next_full, chunk.index)
+        if facts.room is not None:
+            self._answers[rank] = facts.room
+            answered = self._answered
+            while self._handed_out and self._handed_out[0][0] <= answered:
+                self._handed_out.popleft()
+
+    # ------------------------------------------------------------- steps
 
     def plan(self, output: Any, meta: StepMetadata) -> None:
         """Plan the stores of a step."""
-        if self._unsettled.lost or not self._opening.may_store or not self._opening.serves:
-            return
-        for req_id, before, after in scheduled(output):
-            state = self._requests.get(req_id)
-            # Of one that depends on another's load a later step stores the chunks, if it is still
-            # running then.
-            if state is not None and req_id not in self._unsettled:
-                self._plan_request(state, before, after, output, meta)
+        serves = self._opening.may_store and self._opening.serves
+        before = self._room = self._find_room()
+        for request_id in list(self._ended):
+            self._plan_ended(request_id, meta, may_store=serves)
+        if serves and not self._unsettled.lost:
+            steps = [
+                (state, before, after)
+                for request_id, before, after in scheduled(output)
+                # Of one that depends on another's load a later step stores the chunks, if it is
+                # still running then.
+                if (state := self._requests.get(request_id)) is not None
+                and request_id not in self._unsettled
+            ]
+            if self._behind:
+                ages = {request_id: age for age, request_id in enumerate(self._behind)}
+                steps.sort(
+                    key=lambda step: (
+                        ages.get(step[0].id) is None,
+                        step[0].promise is None,
+                        ages.get(step[0].id, 0),
+                    )
+                )
+            for state, start, end in steps:
+                self._plan_request(state, start, end, output, meta)
+        if before != self._room:
+            self._handed_out.append((self._steps.count, before - self._room))
+        if meta.stores or self._ended or self._behind:
+            meta.number = self._steps.count
+            meta.waits_for_room = bool(self._ended or self._behind)
+
+    def _find_room(self) -> int:
+        """Return for how many full chunks all ranks have room; unknown before they answer."""
+        rooms = [
+            chunks - sum(count for number, count in self._handed_out if number > step)
+            for step, chunks in self._answers.values()
+        ]
+        return min(rooms, default=sys.maxsize)
 
     def _plan_request(
         self, state: RequestState, before: int, after: int, output: Any, meta: StepMetadata
     ) -> None:
         """Plan the stores of a request, of which a step computes tokens ``[before, after)``."""
         plan, request = state.stores, state.request
-        if plan.next_boundary[0] == plan.next_chunk and after < plan.next_boundary[1]:
+        is_behind = plan.next_full < plan.next_chunk
+        at_boundary = plan.next_boundary[0] != plan.next_chunk or after >= plan.next_boundary[1]
+        if not (is_behind or at_boundary):
             return
         if not state.addressable or not self._periods.is_valid(state):
             return
@@ -115,23 +211,33 @@ class SchedulerStores(SharingPart):
         end = min(after, known, plan.cut)
         complete = end // self._size
         states = self._ends.states_in_cache(state, before, after, complete, output)
-        if complete <= plan.next_chunk and not states and not self._needs_tail(state, end):
+        needs_tail = self._needs_tail(state, end)
+        if complete <= plan.next_chunk and not (is_behind or states or needs_tail):
             plan.next_boundary = self._boundary_after(state)
             return
-        stored = self._with_keys(state, output, meta)
-        if stored is None:
+        source = self._with_keys(state)
+        if source is None:
             return
-        chain = stored.chain
+        chain = source.chain
         if len(chain.chunks) < complete:
             chain.extend(request._all_token_ids[chain.tokens : complete * self._size])
-        if not self._plan_chunks(stored, chain.chunks[plan.next_chunk : complete]):
+        source.tables = output.kv_connector_block_state.get_block_ids(state.id)
+        if source.tables is None:
             return
-        self._plan_states(stored, states)
-        if self._needs_tail(state, end):
-            self._plan_tail(stored)
+        new = chain.chunks[plan.next_chunk : complete]
+        self._read_ahead.note_in_engine_cache(new)
+        self._plan_full(source, complete, meta)
+        self._plan_windows(source, new, meta)
+        self._plan_states(source, states, meta)
+        if needs_tail:
+            self._plan_tail(source, meta)
         plan.next_chunk = max(plan.next_chunk, complete)
+        if plan.next_full < plan.next_chunk or self._needs_tail(state, end):
+            self._behind[state.id] = None
+        else:
+            self._behind.pop(state.id, None)
 
-    def _with_keys(self, state: RequestState, output: Any, meta: StepMetadata) -> _Stored | None:
+    def _with_keys(self, state: RequestState) -> _Source | None:
         """Return a request with its lookup and its keys; None while it has none."""
         lookup, namespace = state.lookup, self._opening.namespace
         if lookup is None or lookup.given_up:
@@ -141,7 +247,7 @@ class SchedulerStores(SharingPart):
             lookup = self._lookups.start(self._opening.lookups, state)
         assert namespace is not None
         chain = self._keys.for_stores(state, lookup, namespace.digest)
-        return None if chain is None else _Stored(state, lookup, chain, output, meta)
+        return None if chain is None else _Source(state, lookup, chain)
 
     def _boundary_after(self, state: RequestState) -> tuple[int, int]:
         """Return a request's next chunk to store, and the first token at which one is complete."""
@@ -156,86 +262,109 @@ class SchedulerStores(SharingPart):
             boundary = min(boundary, prompt)
         return next_chunk, boundary
 
-    def _plan_chunks(self, stored: _Stored, chunks: Sequence[Chunk]) -> bool:
-        """Plan the stores of chunks and windows; return whether vLLM says where they are."""
-        state, lookup, plan = stored.state, stored.lookup, stored.state.stores
-        self._read_ahead.note_in_engine_cache(chunks)
-        tables: Sequence[Sequence[int]] | None = None
-        windows = self._ends.windows(state, lookup, plan.next_chunk, len(chunks))
-        for chunk in chunks:
-            n, first = chunk.index, plan.windows_from
-            is_needed = any(n in one and one.start >= first for one in windows)
-            for kind in self._groups.kinds:
-                if self._hits.is_stored(lookup, chunk, kind):
-                    self._promises.note(state, kind, chunk)
-                    continue
-                repairs = self._hits.must_repair(chunk, kind)
-                if kind == STATE or (kind == WINDOW and not (is_needed or repairs)):
-                    continue
-                tables = tables or stored.tables()
-                if tables is None:
-                    return False
-                blocks = self._blocks_of(chunk, kind, tables)
+    def _plan_full(self, source: _Source, end: int, meta: StepMetadata) -> None:
+        """Hand out the full chunks of a request before chunk `end`, while there is room."""
+        state, plan = source.state, source.state.stores
+        if FULL not in self._groups.kinds:
+            plan.next_full = max(plan.next_full, end)
+        for chunk in source.chain.chunks[plan.next_full : end]:
+            if self._hits.is_stored(source.lookup, chunk, FULL):
+                self._note_promised(state, FULL, chunk)
+            elif self._room <= 0:
+                return
+            else:
+                blocks = self._blocks_of(chunk, FULL, source)
                 if blocks is not None:
-                    self._store(stored, chunk, kind, blocks)
-                elif kind == WINDOW:
-                    plan.windows_from = n + 1
-        return True
+                    self._store(source, chunk, FULL, blocks, meta)
+            plan.next_full = chunk.index + 1
 
-    def _plan_states(self, stored: _Stored, states: Mapping[int, Mapping[int, list[int]]]) -> None:
-        """Plan the stores of those states that are worth their bytes."""
-        state, lookup, plan = stored.state, stored.lookup, stored.state.stores
+    def _plan_windows(self, source: _Source, chunks: Sequence[Chunk], meta: StepMetadata) -> None:
+        """Store the windows of new chunks that likely hits need."""
+        state, lookup, plan = source.state, source.lookup, source.state.stores
+        windows = self._ends.windows(state, lookup, plan.next_chunk, len(chunks))
+        for kind in self._groups.kinds:
+            for chunk in chunks if kind != FULL else ():
+                if self._hits.is_stored(lookup, chunk, kind):
+                    self._note_promised(state, kind, chunk)
+                    continue
+                n, first = chunk.index, plan.windows_from
+                is_needed = any(n in window and window.start >= first for window in windows)
+                if kind == STATE or not (is_needed or self._hits.must_repair(chunk, kind)):
+                    continue
+                blocks = self._blocks_of(chunk, kind, source)
+                if blocks is not None:
+                    self._store(source, chunk, kind, blocks, meta)
+                else:
+                    plan.windows_from = n + 1
+
+    def _plan_states(
+        self,
+        source: _Source,
+        states: Mapping[int, Mapping[int, list[int]]],
+        meta: StepMetadata,
+    ) -> None:
+        """Store those states that are worth their bytes."""
+        state, lookup, plan = source.state, source.lookup, source.state.stores
         for index, blocks in states.items():
-            chunk = stored.chain.chunks[index]
+            chunk = source.chain.chunks[index]
             known = self._hits.is_stored(lookup, chunk, STATE) or index == plan.last_state
             if not known and self._ends.is_likely(state, lookup, STATE, index + 1):
                 plan.last_state = index
-                self._store(stored, chunk, STATE, blocks)
+                self._store(source, chunk, STATE, blocks, meta)
 
     def _needs_tail(self, state: RequestState, end: int) -> bool:
         """Whether to store the tail of a request whose tokens before `end` have KV."""
-        request = state.request
-        prompt = request.num_prompt_tokens
+        prompt = state.request.num_prompt_tokens
         if not self._opening.tails or end < prompt or not prompt % self._size:
             return False
-        return state.promise is not None and state.promise.tail is None
+        return state.promise is not None and not state.stores.has_tail
 
-    def _plan_tail(self, stored: _Stored) -> None:
-        """Plan the store of a prompt's tail."""
-        request, size = stored.state.request, self._size
-        first, prompt = request.num_prompt_tokens // size, request.num_prompt_tokens
-        chunk = stored.chain.tail_after(first, request._all_token_ids[first * size : prompt])
-        tables = stored.tables()
-        blocks = None if tables is None else self._blocks_of(chunk, FULL, tables)
+    def _plan_tail(self, source: _Source, meta: StepMetadata) -> None:
+        """Store a prompt's tail, once all its full chunks are handed out and there is room."""
+        first = source.state.request.num_prompt_tokens // self._size
+        if source.state.stores.next_full < first or self._room <= 0:
+            return
+        chunk = self._tail_of(source)
+        blocks = self._blocks_of(chunk, FULL, source)
         if blocks is not None:
-            self._store(stored, chunk, FULL, blocks)
+            self._store(source, chunk, FULL, blocks, meta)
+        source.state.stores.has_tail = True
 
-    def _blocks_of(
-        self, chunk: Chunk, kind: Kind, tables: Sequence[Sequence[int]]
-    ) -> dict[int, list[int]] | None:
+    def _tail_of(self, source: _Source) -> Chunk:
+        request, size = source.state.request, self._size
+        first, prompt = request.num_prompt_tokens // size, request.num_prompt_tokens
+        return source.chain.tail_after(first, request._all_token_ids[first * size : prompt])
+
+    def _blocks_of(self, chunk: Chunk, kind: Kind, source: _Source) -> dict[int, list[int]] | None:
         """Return the blocks of a chunk in each group of a kind; None if vLLM has freed some.
 
         It frees those that a sliding window has passed.
         """
+        assert source.tables is not None
         groups, start = self._groups.of(kind), chunk.index * self._size
         if kind == FULL:
             # The drafter's KV is stored with these.
             groups += tuple(group for group in self._groups.drafts if group.kind == FULL)
-        found: dict[int, list[int]] = {}
+        blocks_of: dict[int, list[int]] = {}
         for group in groups:
             first = start // group.block_size
             last = -(-(start + chunk.tokens) // group.block_size)
-            found[group.index] = blocks = list(tables[group.index][first:last])
+            blocks_of[group.index] = blocks = list(source.tables[group.index][first:last])
             if len(blocks) < last - first or NULL_BLOCK in blocks:
                 return None
-        return found
+        return blocks_of
 
     def _store(
-        self, stored: _Stored, chunk: Chunk, kind: Kind, blocks: Mapping[int, list[int]]
+        self,
+        source: _Source,
+        chunk: Chunk,
+        kind: Kind,
+        blocks: Mapping[int, list[int]],
+        meta: StepMetadata,
     ) -> None:
         """Have the workers store a kind of a chunk that lies in `blocks` of each group."""
-        state, lookup, chain, _, meta = stored
-        self._promises.note(state, kind, chunk)
+        state, lookup = source.state, source.lookup
+        self._note_promised(state, kind, chunk)
         state.stores.at = self._steps.count
         end = (chunk.index + 1) * self._size
         op = StoreOp(
@@ -247,11 +376,119 @@ class SchedulerStores(SharingPart):
             self._opening.handshake.round,
             kind,
             "" if state.promise is None else state.promise.attempt,
-            (state.id, state.request.num_preemptions),
+            state.id,
             kind == STATE and self._ends.is_drafted(state, end),
         )
-        draft = self._drafts.to_store(state.id, chain, chunk.index) if kind == FULL else None
-        if draft is not None:
-            # First, so that a lookup that finds the model's KV also finds the drafter's.
-            meta.stores.append(replace(op, chunk=draft, repair=False, kind=DRAFT, late=True))
+        if kind == FULL:
+            self._room -= 1
+            draft = self._drafts.to_store(state.id, source.chain, chunk.index)
+            if draft is not None:
+                # First, so that a lookup that finds the model's KV also finds the drafter's.
+                meta.stores.append(replace(op, chunk=draft, repair=False, kind=DRAFT, late=True))
         meta.stores.append(op)
+
+    def _note_promised(self, state: RequestState, kind: Kind, chunk: Chunk) -> None:
+        """Note a kind of a chunk that is stored or will be, if the request hands over."""
+        if state.promise is not None:
+            namespace = self._opening.namespace
+            assert namespace is not None
+            state.promise.add(namespace, kind, chunk)
+
+    # ------------------------------------------------------------- requests that end
+
+    def end(
+        self, state: RequestState, tables: Sequence[Sequence[int]]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Return whether a request that ends keeps its blocks, and what is promised of it.
+
+        Parameters
+        ----------
+        state : RequestState
+        tables : sequence of Sequence of int
+            Its blocks in each cache group.
+        """
+        self._behind.pop(state.id, None)
+        request, plan = state.request, state.stores
+        prompt = request.num_prompt_tokens
+        source = handover = None
+        if state.promise and not self._refusing and request.num_computed_tokens >= prompt:
+            if not state.loading and self._opening.serves and self._periods.is_valid(state):
+                source = self._promise_backlog(state, tables)
+            handover = state.promise.handover(self._groups, prompt, self._size)
+        if handover is None or source is None:
+            self._drop(plan.next_chunk - plan.next_full)
+        if handover is None:
+            asked = self._engine.hands_over and asks_for_handover(request.kv_transfer_params)
+            return False, no_handover() if asked else None
+        self._counters.add("handovers_promised")
+        if source is None or not (self._backlog_of(source) or plan.at > self._answered):
+            return False, handover.params()
+        self._ended[state.id] = source, self.clock() + self._config.handover_wait_s
+        return True, handover.params()
+
+    def _promise_backlog(
+        self, state: RequestState, tables: Sequence[Sequence[int]]
+    ) -> _Source | None:
+        """Promise what waits for room of a prompt that has ended; return where it lies."""
+        source = self._with_keys(state)
+        if source is None:
+            return None
+        source.tables = tables
+        plan, end = state.stores, state.request.num_prompt_tokens // self._size
+        for chunk in source.chain.chunks[plan.next_full : min(plan.next_chunk, end)]:
+            self._note_promised(state, FULL, chunk)
+        if self._needs_tail(state, state.request.num_prompt_tokens):
+            self._note_promised(state, FULL, self._tail_of(source))
+        return source
+
+    def _backlog_of(self, source: _Source) -> int:
+        """Return how many chunks of a prompt that has ended are not handed out, tail included."""
+        state, prompt = source.state, source.state.request.num_prompt_tokens
+        end = min(state.stores.next_chunk, prompt // self._size)
+        chunks: int = max(0, end - state.stores.next_full)
+        return chunks + self._needs_tail(state, prompt)
+
+    def _plan_ended(self, request_id: str, meta: StepMetadata, *, may_store: bool) -> None:
+        """Go on with the backlog of a request that has ended; give its blocks back at the end."""
+        source, until = self._ended[request_id]
+        state = source.state
+        if may_store:
+            end = min(state.stores.next_chunk, state.request.num_prompt_tokens // self._size)
+            self._plan_full(source, end, meta)
+            if self._needs_tail(state, state.request.num_prompt_tokens):
+                self._plan_tail(source, meta)
+        backlog = self._backlog_of(source)
+        if self.clock() >= until or not (backlog or state.stores.at > self._answered):
+            self._release(request_id)
+
+    def _release(self, request_id: str, *, is_broken: bool = False) -> None:
+        """Give the blocks of a request that has ended back; break its promise if chunks wait."""
+        source, _ = self._ended.pop(request_id)
+        orders, backlog = self._orders.next, self._backlog_of(source)
+        self._drop(backlog)
+        if (backlog or is_broken) and source.state.promise is not None:
+            orders.broken.append(source.state.promise.attempt)
+        orders.released.append(request_id)
+
+    def _drop(self, chunks: int) -> None:
+        if chunks > 0:
+            self._counters.add("dropped_chunks_staging_full", chunks)
+
+    def release_ended(self) -> None:
+        """Give the blocks of all requests that have ended back: their KV may get another name."""
+        for request_id in list(self._ended):
+            self._release(request_id)
+
+    def lose(self) -> None:
+        """Break the promises of requests that have ended: it is unknown what they store."""
+        for request_id in list(self._ended):
+            self._release(request_id, is_broken=True)
+
+    def drop_backlogs(self) -> None:
+        """Store nothing of what waits for room: vLLM may free the memory of its caches."""
+        self.release_ended()
+        for request_id in self._behind:
+            plan = self._requests[request_id].stores
+            self._drop(plan.next_chunk - plan.next_full)
+            plan.next_full = plan.next_chunk
+        self._behind.clear()

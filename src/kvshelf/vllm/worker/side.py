@@ -186,7 +186,6 @@ class WorkerSide:
         that come later.
         """
         self.loads.invalidate()
-        self.stores.drop_postponed()
         self.model.drain(DRAIN_SECONDS)
         for registration in self._registrations:
             registration.pause()
@@ -244,6 +243,7 @@ class WorkerSide:
         """Return what the scheduler has to know of this step; None if that is nothing."""
         self.loads.note_reads()
         self._note_storage(self._facts.next)
+        self.stores.note_room()
         meta = WorkerMetadata()
         self.weights.advance(idle=self._meta is None or self._meta.idle)
         self._facts.next.disabled += self.model.registration.take_disabled()
@@ -340,7 +340,6 @@ class WorkerSide:
             stack.callback(self._close_model, DRAIN_SECONDS)
             if self._ranks_file is not None:
                 stack.callback(self._ranks_file.close)
-            stack.callback(self.stores.drop_postponed)
             for registration in self._registrations:
                 stack.callback(registration.cancel_weights)
 

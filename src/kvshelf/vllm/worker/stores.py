@@ -1,4 +1,4 @@
-"""The stores of a worker: what a step gathers, in which order, and what is dropped or postponed.
+"""The stores of a worker: what a step gathers, in which order, and what is dropped or refused.
 
 Contracts
 ---------
@@ -11,8 +11,10 @@ Contracts
   and the drafter's KV are gathered in :meth:`WorkerStores.save`, after the rest, and not at all
   beside such a connector.
 * What a failed step left in the cache is never stored.
-* A chunk of full attention that found no memory is gathered in a later step of its request
-  (:mod:`kvshelf.vllm.worker.postponed`).
+* The scheduler hands out full chunks as the worker has room for. It learns the room after each
+  step that brings stores, and when the room changes. A full chunk that finds no memory all the same
+  is refused, and with it the later ones of its request: the scheduler plans them again.
+* A worker that has no memory for a window, a state or a drafter's chunk drops it.
 * Every store that was planned for a hand-over ends in an object, or in a marker that says that the
   hand-over failed, as far as the storage takes one in time.
 * All methods run on the worker's step thread.
@@ -22,8 +24,6 @@ from __future__ import annotations
 
 import logging
 import sys
-import time
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from kvshelf.format.kinds import DRAFT, FULL, STATE
@@ -37,14 +37,10 @@ from kvshelf.vllm.worker.drafter import Drafter
 from kvshelf.vllm.worker.engine import WorkerEngine
 from kvshelf.vllm.worker.loads import IDLE_WAIT_SECONDS
 from kvshelf.vllm.worker.parts import Part
-from kvshelf.vllm.worker.postponed import PostponedStores
 from kvshelf.vllm.worker.slots import slots_to_store
 from kvshelf.vllm.worker.weights import WorkerWeights
 
 logger = logging.getLogger(__name__)
-
-# A step gathers at least this many chunks of earlier steps, if stores have memory.
-_LEAST_AGAIN = 4
 
 
 @dataclass(eq=False)
@@ -78,21 +74,23 @@ class WorkerStores:
     #: vLLM may know already that the step is over.
     _may_be_over: bool = field(default=False, init=False)
 
-    def __post_init__(self) -> None:
-        self._postponed = PostponedStores(self.engine.config.handover_wait_s)
+    #: The number of the last step that is gathered and had one, and what the scheduler has learned.
+    _number: int = field(default=0, init=False)
+    _told: tuple[int, int] = field(default=(0, 0), init=False)
+    #: Requests that have ended and whose blocks are no longer needed, until vLLM learns of them.
+    _released: set[str] = field(default_factory=set, init=False)
 
     # ------------------------------------------------------------- steps
 
     def take_orders(self, orders: Orders) -> None:
-        """Take which requests have their blocks no longer, and which for as long as needed."""
-        self._give_up(self._postponed.drop(orders.gone))
-        self._postponed.hold(orders.held)
+        """Take which blocks are no longer needed, and which promises have failed."""
+        for attempt in orders.broken:
+            self.model.give_up(attempt)
+        self._released.update(orders.released)
 
     def begin(self, meta: StepMetadata) -> None:
         """Take the stores of a step."""
         self._meta = meta
-        # The blocks of requests that are held keep their content.
-        meta.again = self._postponed.held + meta.again
 
     def finish_forward(self) -> None:
         """Gather the model's KV of this step. Runs after the forward pass, before sampling."""
@@ -104,33 +102,39 @@ class WorkerStores:
     def save(self) -> None:
         """Gather the chunks that this step completed, as far as :meth:`finish_forward` has not.
 
-        Runs after the forward pass and, where there is a drafter, after its drafts are made.
+        Runs after the forward pass and, where there is a drafter, after its drafts are made. An
+        idle step waits a moment for room if chunks wait for it.
         """
         self._gather(late=True)
+        meta = self._meta
+        if meta is not None:
+            self._number = meta.number or self._number
+        if meta is not None and meta.idle and meta.waits_for_room and self.model.serving:
+            full = self.model.serving.stores.get(FULL)
+            if full is not None:
+                full.await_room(IDLE_WAIT_SECONDS)
 
     def clear(self, meta: StepMetadata) -> None:
         """End a step; drop what an error has kept from being gathered."""
         self._meta, self._may_be_over = None, False
+        self._number = meta.number or self._number
         for op in meta.stores:
             self._drop(op, "error")
             self._break_promise(op)
 
-    # ------------------------------------------------------------- postponed stores
+    # ------------------------------------------------------------- what others learn
 
-    def released(self) -> set[str]:
-        """Return the requests that ended and whose blocks are no longer needed here."""
-        self._give_up(self._postponed.drop_late())
-        return self._postponed.take_released()
+    def note_room(self) -> None:
+        """Note for the scheduler for how many chunks there is room, unless it knows."""
+        full = None if self.model.serving is None else self.model.serving.stores.get(FULL)
+        room = self._number, sys.maxsize if full is None else full.room
+        if self._number and room != self._told:
+            self._told = self.facts.next.room = room
 
-    def drop_postponed(self) -> None:
-        """Drop what was postponed: its blocks are about to be lost."""
-        self._give_up(self._postponed.drop_all())
-
-    def _give_up(self, ops: Iterable[StoreOp]) -> None:
-        """Count postponed stores as dropped, and mark their promises as broken."""
-        for op in ops:
-            self._drop(op, "staging_full")
-            self._break_promise(op)
+    def take_released(self) -> set[str]:
+        """Return, once, the requests that have ended and whose blocks are no longer needed."""
+        released, self._released = self._released, set()
+        return released
 
     def _drop(self, op: StoreOp, why: str) -> None:
         """Count a chunk that is not stored. Of a drafter's only those are counted that move."""
@@ -145,56 +149,38 @@ class WorkerStores:
     # ------------------------------------------------------------- gather
 
     def _gather(self, *, late: bool) -> None:
-        """Gather the step's chunks, those that are complete late only if it is `late`.
-
-        Before them those of earlier steps, as far as the scheduler side allows them.
-        """
+        """Gather the step's chunks, those that are complete late only if it is `late`."""
         meta = self._meta
-        if meta is None or not (meta.stores or meta.again) or self.model.transfers is None:
+        if meta is None or not meta.stores or self.model.transfers is None:
             return
         stores = [op for op in meta.stores if late or not op.late]
-        again, meta.again = meta.again, []
         # vLLM also calls this while an exception leaves the forward pass. It is not known then
         # which layers have written their KV.
         usable = self.model.serving is not None and sys.exc_info()[0] is None
-        # A step that computes little gathers few of them.
-        most = max(_LEAST_AGAIN, len(stores))
-        taken = self._postponed.take(again, most) if usable else []
         # Until here, what an error keeps from being gathered is dropped with the step.
         meta.stores = [op for op in meta.stores if op.late and not late]
-        # With each, whether earlier chunks of its request are still postponed.
-        each = [(op, False) for op in taken]
-        each += [(op, op.owner in self._postponed) for op in stores]
-        # Stores of hand-overs first: the memory may not hold all.
-        each.sort(key=lambda one: not one[0].attempt)
-        idle = meta.idle and self._postponed.held
-        wait_until = time.monotonic() + (IDLE_WAIT_SECONDS if idle else 0.0)
-        full = False
-        for op, waits in each:
+        refused: set[str] = set()
+        for op in stores:
             outcome = None
             try:
                 if not usable:
                     self._drop(op, "error")
-                elif op.kind == FULL and (waits or full):
+                elif op.kind == FULL and op.request_id in refused:
                     outcome = StoreOutcome.STAGING_FULL
                 else:
-                    wait = max(0.0, wait_until - time.monotonic()) if idle else 0.0
-                    outcome = self._store(op, wait)
-                if op.kind == FULL and outcome is StoreOutcome.STAGING_FULL:
-                    full = full or not waits
-                    if op.owner not in self._postponed:
-                        self.facts.next.postponed.append(op.owner)
-                    self._postponed.put(op)
+                    outcome = self._store(op)
             except Exception as error:
                 # No answer depends on a drafter's KV.
                 usable = usable and op.kind == DRAFT
-                outcome = None
                 self._drop(op, "error")
                 logger.error("a chunk was not stored", exc_info=error)
             if outcome is None:
                 self._break_promise(op)
+            elif outcome is StoreOutcome.STAGING_FULL and op.kind == FULL:
+                refused.add(op.request_id)
+                self.facts.next.refused.append((op.request_id, op.chunk))
 
-    def _store(self, op: StoreOp, wait: float) -> StoreOutcome | None:
+    def _store(self, op: StoreOp) -> StoreOutcome | None:
         """Gather one chunk; None if it cannot be stored, and :class:`Stores` was not called."""
         transfers = self.model.serving
         if transfers is None or not self.weights.is_current(op):
@@ -225,13 +211,12 @@ class WorkerStores:
             ChunkSlots(chunk, slots),
             repair=op.repair,
             age=op.age,
-            wait=wait,
             promised=bool(op.attempt) and (promises is not None or op.kind == DRAFT),
             # Windows and states are gone in the next step.
-            postponable=op.kind == FULL,
+            is_refused=op.kind == FULL,
             on_done=on_done,
         )
-        postponed = op.kind == FULL and outcome is StoreOutcome.STAGING_FULL
-        if promises is not None and not postponed:
+        refused = op.kind == FULL and outcome is StoreOutcome.STAGING_FULL
+        if promises is not None and not refused:
             promises.note(op.attempt, chunk, outcome)
         return outcome

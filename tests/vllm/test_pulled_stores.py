@@ -1,0 +1,265 @@
+"""Prompts larger than the memory of stores: chunks wait for room, and later steps store them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from tests.sim.engine import RUNNERS, EngineModel
+from tests.sim.engine_sides import (
+    LoneScheduler,
+    Request,
+    limit_stores,
+    orders_of,
+    stored_chunks,
+)
+from tests.sim.storage import Fault, FaultyStorage
+from tests.support.clocks import Clock
+from tests.support.prompts import prompt
+from tests.support.waiting import until
+
+CHUNK, CHUNKS = 8, 24
+#: Chunks for which stores have memory.
+IN_MEMORY = 4
+ASKED = {"do_remote_decode": True}
+
+
+@pytest.fixture
+def storage(backend: FaultyStorage) -> Iterator[threading.Event]:
+    """Objects are written only once it is set."""
+    is_open = threading.Event()
+    backend.add(Fault("write", "*.safetensors", wait=is_open))
+    yield is_open
+    is_open.set()
+
+
+@pytest.fixture
+def start(
+    backend: FaultyStorage,
+    storage: threading.Event,
+    caplog: pytest.LogCaptureFixture,
+) -> Iterator[Callable[..., EngineModel]]:
+    engines: list[EngineModel] = []
+
+    def start(
+        runner: str = "V2 on a device", *, in_memory: int = IN_MEMORY, **options: Any
+    ) -> EngineModel:
+        settled = {"blocks": 80, "budget": 8 * CHUNK, "prefix_caching": False, **options}
+        engines.append(EngineModel(backend.url, runner=runner, **settled))
+        engines[-1].settle()
+        limit_stores(engines[-1].worker.side, in_memory)
+        return engines[-1]
+
+    yield start
+    storage.set()
+    for engine in engines:
+        engine.close()
+    assert "the engine goes on" not in caplog.text
+
+
+def loaded(start: Callable[..., EngineModel], like: EngineModel, tokens: list[int]) -> int:
+    """Tokens that another engine of the same kind loads, of which it compares all bytes."""
+    other = start("V1" if like.device is None else "V1 on a device", in_memory=CHUNKS)
+    return other.run(tokens)[0]
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_blocks_of_a_preempted_request_are_not_stored_as_its_own(
+    backend: FaultyStorage, storage: threading.Event, start: Callable[..., EngineModel], runner: str
+) -> None:
+    engine = start(runner)
+    tokens = prompt(CHUNKS * CHUNK + 1)
+    engine.add("r", tokens, 20)
+    while engine.computed("r") < len(tokens):
+        engine.step()
+    engine.step()
+    engine.preempt("r")
+    # Another one gets its blocks, and is part of the same steps.
+    other = prompt(CHUNKS * CHUNK + 1, seed=1)
+    waiting, preempted = engine.scheduler.waiting, engine.scheduler.requests["r"]
+    waiting.remove_request(preempted)
+    engine.add("other", other, 20)
+    engine.step()
+    storage.set()
+    engine.drain()
+    waiting.add_request(preempted)
+    while engine.names:
+        engine.step()
+        engine.drain()
+    for each in (tokens, other):
+        assert loaded(start, engine, each) == CHUNKS * CHUNK
+
+
+def test_a_producer_keeps_its_blocks_for_a_bounded_time(
+    backend: FaultyStorage, storage: threading.Event, start: Callable[..., EngineModel]
+) -> None:
+    engine = start(handover_wait_s=0)
+    free = engine.free_blocks
+    tokens = prompt(CHUNKS * CHUNK + 3)
+    engine.add("r", tokens, 1, transfer=ASKED)
+    engine.finish()
+    assert engine.free_blocks == free
+    # Before any of the chunks in memory has failed.
+    assert engine.worker.counted["promises_broken"] == 1
+    until(lambda: engine.worker.counted["markers_written"] == 1)
+    assert engine.counted["dropped_chunks_staging_full"] == CHUNKS + 1 - IN_MEMORY
+
+
+# ------------------------------------------------------------- what the scheduler hands out
+
+
+@pytest.fixture
+def side(tmp_path: Path) -> Iterator[LoneScheduler]:
+    made = LoneScheduler(tmp_path / "shelf")
+    yield made
+    made.close()
+
+
+def compute(side: LoneScheduler, name: str, seed: int, **options: Any) -> tuple[Request, list[int]]:
+    """Compute a prompt of four chunks and a tail in one step; return the chunks that it stores."""
+    request = Request(name, prompt(4 * CHUNK + 1, seed), **options)
+    assert side.ask(request) == 0
+    meta = side.step({name: (0, request.num_prompt_tokens)}, new=(name,))
+    request.num_computed_tokens = request.num_prompt_tokens
+    return request, stored_chunks(meta)
+
+
+def decode(side: LoneScheduler, *requests: Request) -> dict[str, list[int]]:
+    """Compute a token of each request; return the chunks that the step stores, by request."""
+    steps = {request.request_id: (request.num_computed_tokens, 1) for request in requests}
+    stored: dict[str, list[int]] = {}
+    for op in side.step(steps).stores:
+        stored.setdefault(op.request_id, []).append(op.chunk.index)
+    return stored
+
+
+def answer(side: LoneScheduler, room: int) -> None:
+    """Say that all steps so far have ended, and for how many chunks there is room."""
+    side.tell(room=(side.side._steps.count, room))
+
+
+def test_steps_store_as_many_chunks_as_there_is_room_for(side: LoneScheduler) -> None:
+    first, stored = compute(side, "first", 1)
+    assert stored == [0, 1, 2, 3]
+    answer(side, 3)
+    second, stored = compute(side, "second", 2)
+    assert stored == [0, 1, 2]
+    # The room is that of before the step.
+    assert decode(side, first, second) == {}
+    answer(side, 0)
+    assert decode(side, first, second) == {}
+    answer(side, 5)
+    assert decode(side, first, second) == {"second": [3]}
+    assert decode(side, first, second) == {}
+
+
+def test_handed_over_prompts_and_then_the_oldest_get_room_first(side: LoneScheduler) -> None:
+    answer(side, 0)
+    requests = [
+        compute(side, name, seed, kv_transfer_params=params)[0]
+        for seed, (name, params) in enumerate({"old": None, "young": None, "over": ASKED}.items())
+    ]
+    answer(side, 7)
+    assert decode(side, *requests) == {"over": [0, 1, 2, 3, 4], "old": [0, 1]}
+    answer(side, 2)
+    assert decode(side, *requests) == {"old": [2, 3]}
+
+
+def test_tail_is_stored_in_the_step_that_completes_the_prompt(side: LoneScheduler) -> None:
+    request = Request("r", prompt(4 * CHUNK - 1), kv_transfer_params=ASKED)
+    assert side.ask(request) == 0
+    assert stored_chunks(side.step({"r": (0, 4 * CHUNK - 2)}, new=("r",))) == [0, 1, 2]
+    assert stored_chunks(side.step({"r": (4 * CHUNK - 2, 1)})) == [3]
+
+
+def test_chunk_without_memory_is_handed_out_again_with_those_behind_it(side: LoneScheduler) -> None:
+    request, _ = compute(side, "r", 1)
+    side.tell(refused=[("r", chunk) for chunk in side.chunks(request.prompt_token_ids)[2:4]])
+    assert decode(side, request) == {"r": [2, 3]}
+
+
+def test_ended_request_keeps_its_blocks_until_its_backlog_is_stored(side: LoneScheduler) -> None:
+    answer(side, 3)
+    _, stored = compute(side, "r", 1, kv_transfer_params=ASKED)
+    assert stored == [0, 1, 2]
+    blocks = [*range(20, 40)]
+    keeps_blocks, params = side.side.finished("r", (blocks,))
+    assert keeps_blocks and params is not None and params["kvshelf_tokens"] == 4 * CHUNK + 1
+    answer(side, 1)
+    (op,) = side.step().stores
+    assert op.chunk.index == 3 and op.block_ids == (blocks[6:8],)
+    answer(side, 0)
+    assert not side.step().stores
+    answer(side, 1)
+    meta = side.step()
+    assert [op.chunk.tail for op in meta.stores] == [True] and not orders_of(meta).released
+    answer(side, 0)
+    assert orders_of(side.step()).released == ["r"]
+
+
+@pytest.mark.parametrize("answered", [False, True])
+def test_ended_request_keeps_its_blocks_until_workers_have_answered(
+    side: LoneScheduler, answered: bool
+) -> None:
+    _, stored = compute(side, "r", 1, kv_transfer_params=ASKED)
+    assert stored == [0, 1, 2, 3, 4]
+    if answered:
+        answer(side, 0)
+    keeps_blocks, params = side.side.finished("r", ([],))
+    assert params is not None and keeps_blocks is not answered
+
+
+def test_refused_chunk_of_an_ended_request_is_stored_from_its_blocks(side: LoneScheduler) -> None:
+    request, _ = compute(side, "r", 1, kv_transfer_params=ASKED)
+    chunks = side.chunks(request.prompt_token_ids)
+    assert side.side.finished("r", ([*range(20, 40)],))[0]
+    side.tell(refused=[("r", chunks[3])])
+    assert stored_chunks(side.step()) == [3]
+
+
+@pytest.mark.parametrize("ends", ["deadline", "reset", "weights", "failed step"])
+def test_promise_of_an_ended_request_is_broken_with_its_backlog(
+    side: LoneScheduler, monkeypatch: pytest.MonkeyPatch, ends: str
+) -> None:
+    answer(side, 3)
+    clock = side.side._stores.clock = Clock(0.0)
+    _, params = compute(side, "r", 1, kv_transfer_params=ASKED)
+    _, params = side.side.finished("r", ([*range(20, 40)],))
+    assert params is not None
+    if ends == "deadline":
+        clock.now = side.side.engine.config.handover_wait_s - 0.1
+        assert not orders_of(side.step()).released
+        clock.now += 0.1
+    elif ends == "reset":
+        side.side.reset()
+    elif ends == "weights":
+        side.side.weights_may_change("a test")
+    else:
+        monkeypatch.setattr(side.side.lookups, "plan", lambda *_: 1 / 0)
+    orders = orders_of(side.step())
+    assert orders.released == ["r"] and orders.broken == [params["kvshelf_attempt"]]
+    assert side.side.counters.snapshot()["dropped_chunks_staging_full"] == 2
+
+
+def test_reset_drops_the_backlogs_of_running_requests(side: LoneScheduler) -> None:
+    answer(side, 0)
+    request, _ = compute(side, "r", 1)
+    side.reset()
+    answer(side, 9)
+    assert decode(side, request) == {}
+    assert side.side.counters.snapshot()["dropped_chunks_staging_full"] == 4
+
+
+def test_backlog_of_a_request_that_hands_nothing_over_is_dropped_with_its_end(
+    side: LoneScheduler,
+) -> None:
+    answer(side, 1)
+    compute(side, "r", 1)
+    assert side.side.finished("r", ([],)) == (False, None)
+    assert side.side.counters.snapshot()["dropped_chunks_staging_full"] == 3
