@@ -50,10 +50,10 @@ def test_promised_stores_are_published_before_the_others(rig: Rig, backend: Faul
     gate = Gate(backend)
     one, two, three = rig.items(single(3), 0)
     ends = Ends()
-    assert rig.stores.store(one, on_done=ends) is QUEUED
+    assert rig.store(one, on_done=ends) is QUEUED
     assert gate.waiting.acquire(timeout=PATIENCE)
-    assert rig.stores.store(two, on_done=ends) is QUEUED
-    assert rig.stores.store(three, promised=True, on_done=ends) is QUEUED
+    assert rig.store(two, on_done=ends) is QUEUED
+    assert rig.store(three, promised=True, on_done=ends) is QUEUED
     gate.let(6)
     assert rig.transfer.drain(PATIENCE) == 0
     # Stores are told of a moment after they have ended.
@@ -65,12 +65,12 @@ def test_a_store_in_flight_becomes_promised(rig: Rig, backend: FaultyStorage) ->
     one, two, three = rig.items(single(3), 0)
     ends, told = Ends(), Ends()
     for item in (one, two, three):
-        assert rig.stores.store(item, on_done=ends) is QUEUED
+        assert rig.store(item, on_done=ends) is QUEUED
     assert gate.waiting.acquire(timeout=PATIENCE)
-    assert rig.stores.store(three, promised=True, on_done=told) is QUEUED
+    assert rig.store(three, promised=True, on_done=told) is QUEUED
     # The one that is running, too; then again, which changes nothing.
-    assert rig.stores.store(one, promised=True) is KNOWN
-    assert rig.stores.store(three, promised=True) is KNOWN
+    assert rig.store(one, promised=True) is KNOWN
+    assert rig.store(three, promised=True) is KNOWN
     gate.let(6)
     assert rig.transfer.drain(PATIENCE) == 0
     until(lambda: ends.chunks == [one.chunk, three.chunk, two.chunk])
@@ -87,15 +87,15 @@ def test_promised_stores_take_staging_from_the_last_of_the_others(
     one, two, three, four, five, six, seven = items
     ends = Ends()
     for item in (one, two, three):
-        assert rig.stores.store(item, on_done=ends) is QUEUED
+        assert rig.store(item, on_done=ends) is QUEUED
     assert gate.waiting.acquire(timeout=PATIENCE)
-    assert rig.stores.store(four, on_done=ends) is FULL
-    assert rig.stores.store(five, promised=True, on_done=ends) is QUEUED
+    assert rig.store(four, on_done=ends) is FULL
+    assert rig.store(five, promised=True, on_done=ends) is QUEUED
     assert ends.of == [(three.chunk, StoreResult.FAILED)]
-    assert rig.stores.store(six, promised=True, on_done=ends) is QUEUED
+    assert rig.store(six, promised=True, on_done=ends) is QUEUED
     assert ends.chunks == [three.chunk, two.chunk]
     # What is left is promised, or on its way to the storage.
-    assert rig.stores.store(seven, promised=True, on_done=ends) is FULL
+    assert rig.store(seven, promised=True, on_done=ends) is FULL
     assert rig.count("dropped_chunks_staging_full") == 4
     gate.let(6)
     assert rig.transfer.drain(PATIENCE) == 0
@@ -117,15 +117,15 @@ def test_a_store_whose_copy_has_not_ended_keeps_its_staging(backend: FaultyStora
             [make_chunks(rig.fmt, 1, seed)[0] for seed in range(5)], 0
         )
         for item in (one, two, three):
-            assert rig.stores.store(item) is QUEUED
+            assert rig.store(item) is QUEUED
         assert gate.waiting.acquire(timeout=PATIENCE)
         # Of the device's four buffers one was not used yet: each of the three may be in use.
-        assert rig.stores.store(four, promised=True) is FULL
+        assert rig.store(four, promised=True) is FULL
         jobs = list(rig.stores._queue)
         for job in jobs:
             job.pending.wait()
         rig.context.cache._gathers += 4
-        assert rig.stores.store(five, promised=True) is QUEUED
+        assert rig.store(five, promised=True) is QUEUED
         gate.let(6)
         assert rig.transfer.drain(PATIENCE) == 0
         assert rig.chunks_in_use == 0
@@ -136,10 +136,10 @@ def test_promised_stores_that_run_at_the_end_are_lost(rig: Rig, backend: FaultyS
     gate = Gate(backend)
     one, two, three = rig.items(single(3), 0)
     ends = Ends()
-    assert rig.stores.store(one, promised=True, on_done=ends) is QUEUED
+    assert rig.store(one, promised=True, on_done=ends) is QUEUED
     assert gate.waiting.acquire(timeout=PATIENCE)
-    assert rig.stores.store(two, on_done=ends) is QUEUED
-    assert rig.stores.store(three, promised=True, on_done=ends) is QUEUED
+    assert rig.store(two, on_done=ends) is QUEUED
+    assert rig.store(three, promised=True, on_done=ends) is QUEUED
     assert rig.transfer.close(0.0) == 3
     lost = StoreResult.LOST
     assert ends.of == [(three.chunk, lost), (two.chunk, lost), (one.chunk, lost)]

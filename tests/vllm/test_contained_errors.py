@@ -156,13 +156,14 @@ def parts_of(engine: EngineModel) -> list[object]:
     """What both sides consist of."""
     scheduler: Any = engine.side
     worker: Any = engine.worker.side
-    transfers = worker.model.transfers
+    transfers = worker.registration.transfers
     return [
         *(scheduler, *scheduler._parts, scheduler._hits, scheduler._steps, scheduler.opening),
         *(scheduler.opening.handshake, scheduler._orders, *scheduler._facts.values()),
-        *(worker, worker.loads, worker.stores, worker.weights, worker.adapters, worker.model),
-        *(worker.stores._postponed, worker.model.registration, worker._facts, worker._orders),
-        *(transfers, worker.model.promises, *transfers.loads.values()),
+        *(worker, worker.loads, worker.stores, worker.weights, worker.adapters),
+        *(worker.stores._postponed, worker.registration, worker.registration.model),
+        *(worker._facts, worker._orders),
+        *(transfers, worker.registration.promises, *transfers.loads.values()),
         *transfers.stores.values(),
     ]
 
@@ -335,7 +336,7 @@ def test_why_a_worker_is_disabled_reaches_the_scheduler_when_its_first_report_is
 ) -> None:
     engine = start()
     fill(engine)
-    engine.worker.side.model.registration.disable("the caches are gone")
+    engine.worker.side.registration.model.disable("the caches are gone")
     with monkeypatch.context() as patch:
         if lost == "on its way":
             patch.setattr(engine, "deliver", lambda report: [])
