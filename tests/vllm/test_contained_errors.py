@@ -149,7 +149,7 @@ class Conversation:
                 break
         scheduler, worker = engine.side, engine.worker.side
         assert not scheduler.requests and not scheduler.loads.planned
-        assert not worker.loads.running and not worker.stores._postponed.held
+        assert not worker.loads._ops and not worker.stores._postponed.held
 
 
 def parts_of(engine: EngineModel) -> list[object]:

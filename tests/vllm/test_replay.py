@@ -441,7 +441,7 @@ def test_load_tells_from_which_token_on_it_brought_no_kv_of_the_drafter(
     assert side.registration.drafter is not None and side.registration.transfers is not None
     moving = side.registration.transfers.loads[DRAFT]
     # Each step announces the namespace, until all ranks are heard.
-    side.registration.open_drafts((drafts.encoded, drafts.slug))
+    side.registration.open_drafts(drafts.encoded, drafts.slug)
     assert side.registration.transfers.loads[DRAFT] is moving
     if lost == "the drafter":
         side.registration.drafter.disable("a test")

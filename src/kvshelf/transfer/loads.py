@@ -104,18 +104,18 @@ class Reading:
         Its name in memory.
     wants : list of (Piece, int)
         The loads that it is for, and the item of each.
-    unread : list of int
-        Shards that no thread has taken.
-    unfinished : int
-        Number of shards that are not read yet.
     share : Share
         By which the slot is pinned.
     slot : Slot or None
         None until an object needs it.
-    lent : dict of int to Pinned
-        Objects that lie in memory of another owner.
     is_near : bool
         It was in memory when it was begun.
+    unread : list of int
+        Shards that no thread has taken.
+    unfinished : int
+        Number of shards that are not read yet.
+    lent : dict of int to Pinned
+        Objects that lie in memory of another owner.
     is_over : bool
         It failed, no load wants it, or a thread of it is stuck: nothing more comes of it, and it
         ends with the last thread that reads into its slot.
@@ -125,12 +125,12 @@ class Reading:
     chunk: Chunk
     name: Hashable
     wants: list[tuple[Piece, int]]
-    unread: list[int]
-    unfinished: int
     share: Share
-    slot: Slot | None = None
+    slot: Slot | None
+    is_near: bool
+    unread: list[int] = field(default_factory=list)
+    unfinished: int = 0
     lent: dict[int, Pinned] = field(default_factory=dict)
-    is_near: bool = False
     is_over: bool = False
 
     @property
@@ -388,17 +388,8 @@ class Loads(TransferHalf):
         slot = slot or self._ring.find(name, self._memory.loads)
         # A chunk that a load wants twice is wanted under one of both items.
         wants = list({**self._wanted.pop(name, {}), piece: piece.next_item}.items())
-        reading = Reading(
-            piece.view,
-            piece.items[piece.next_item].chunk,
-            name,
-            wants,
-            unread=[],
-            unfinished=0,
-            share=self._memory.loads,
-            slot=slot,
-            is_near=slot is not None,
-        )
+        chunk, share = piece.items[piece.next_item].chunk, self._memory.loads
+        reading = Reading(piece.view, chunk, name, wants, share, slot, slot is not None)
         if slot is None:
             self._reading[name] = reading
             reading.unread = list(self._shards)
@@ -616,10 +607,7 @@ class Loads(TransferHalf):
                 else bytes_at(reading.lent[shard].view)[self._fmt.data_offset :]
                 for shard in self._shards
             ]
-            if len(payloads) == 1:
-                memory.scatter(self._shards[0], slots.slots, payloads[0], fence)
-            else:
-                memory.scatter_chunk(self._shards, slots.slots, payloads, fence)
+            memory.scatter_chunk(self._shards, slots.slots, payloads, fence)
             # Memory of other owners may have been taken back meanwhile.
             if not all(pinned.valid() for pinned in reading.lent.values()):
                 raise TransientStorageError(

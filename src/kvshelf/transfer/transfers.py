@@ -264,14 +264,10 @@ class Transfers:
         halves: list[TransferHalf] = [*self.loads.values(), *self.stores.values()]
         for half in halves:
             half.close()
-        _join(halves, _JOIN_SECONDS)
+        deadline = time.monotonic() + _JOIN_SECONDS
+        for half in halves:
+            half.join(max(0.0, deadline - time.monotonic()))
         for context in self._contexts.values():
             if context.cache is not None:
                 context.cache.close()
         return sum(lost.values())
-
-
-def _join(halves: Iterable[TransferHalf], seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    for half in halves:
-        half.join(max(0.0, deadline - time.monotonic()))

@@ -106,11 +106,6 @@ class WorkerLoads:
     #: Requests of which all tokens must be computed, including those that were loaded.
     _failed_requests: set[str] = field(default_factory=set, init=False)
 
-    @property
-    def running(self) -> bool:
-        """Whether any load may still write to its blocks."""
-        return bool(self._ops)
-
     # ------------------------------------------------------------- begin
 
     def begin(self, meta: StepMetadata) -> None:

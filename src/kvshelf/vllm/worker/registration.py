@@ -283,16 +283,13 @@ class Registration:
         model.namespace = fmt.namespace
         return True
 
-    def open_drafts(self, namespace: tuple[bytes, str] | None) -> None:
-        """Also move KV of a drafter's namespace, that a step has announced; never raises."""
-        drafter, shelf = self.drafter, self._assembly.shelf()
-        if namespace is None or drafter is None or drafter.namespace is not None:
-            return
-        transfers = self.serving
-        if transfers is None or shelf is None:
+    def open_drafts(self, encoded: bytes, slug: str) -> None:
+        """Also move KV of a namespace of the drafter; never raises."""
+        drafter, transfers, shelf = self.drafter, self.serving, self._assembly.shelf()
+        if drafter is None or drafter.namespace is not None or transfers is None or shelf is None:
             return
         try:
-            fmt = self._format_in(drafter, *namespace)
+            fmt = self._format_in(drafter, encoded, slug)
             if fmt is not None:
                 counters = _DraftCounters(self._assembly.counters)
                 transfers.add(self._context(DRAFT, drafter.kinds[DRAFT], shelf.backend, counters))

@@ -201,10 +201,12 @@ class WorkerSide:
         self.loads.begin(meta)
         if self.weights.begin(meta.weights_round):
             self.loads.stop()
-        named = meta.namespace if self.weights.agree(meta.weights_round) else None
-        if named is not None and self.registration.open(*named):
-            self.weights.settle()
-        self.registration.open_drafts(meta.draft_namespace)
+        if meta.namespace is not None and self.weights.agree(meta.weights_round):
+            is_open = self.registration.open(*meta.namespace)
+            if is_open:
+                self.weights.settle()
+        if meta.draft_namespace is not None:
+            self.registration.open_drafts(*meta.draft_namespace)
         self.loads.read_ahead(meta.prefetches)
         # On a CPU no work of an earlier step is in flight when a step begins, so loads need not
         # wait until this step's forward pass is enqueued. Nor need they on a device: vLLM has
