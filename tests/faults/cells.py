@@ -378,7 +378,7 @@ class EngineStandIn:
                 assert self.rig.holds(item), f"chunk {position} is wrong"
             self._last[position + start] = item
         for item in items[good:]:
-            self.rig.stores.store(item, repair=self.failed.is_bad(item.chunk.key), age=age)
+            self.rig.store(item, repair=self.failed.is_bad(item.chunk.key), age=age)
         self.rig.transfer.drain(self.patience)
         assert time.monotonic() - begin < LIMIT, "the answer had to wait for the storage"
         return good

@@ -628,21 +628,22 @@ def test_stores_of_all_ranks_make_one_chunk_that_other_ranks_load(
     writer.fill(kv, seed=1)
     chunks = make_chunks(fmt, CHUNKS)
     written: Counter[str] = Counter()
+    view = shelf.view(fmt)
     for engine, stores in ((writer, True), (reader, False)):
         for worker, memory in enumerate(engine.memories):
             plan = engine.topology.plan(worker)
             counters, host = Counters(), ChunkMemory(1 << 20)
-            context = TransferContext(shelf.view(fmt), memory, host, counters, plan)
+            context = TransferContext(fmt, shelf.backend, memory, host, counters, plan)
             with closing(host), closing(Transfers([context])) as transfer:
                 if stores:
                     for chunk in chunks:
                         item = ChunkSlots(chunk, writer.slots(1, chunk.index))
-                        transfer.stores[fmt.kind].store(item)
+                        transfer.stores[fmt.kind].store(view, item)
                     assert transfer.drain(PATIENCE) == 0
                     written["bytes"] += counters.take().get("stored_bytes", 0)
                     continue
                 items = [ChunkSlots(chunk, reader.slots(2, chunk.index)) for chunk in chunks]
-                transfer.load("r", {fmt.kind: items})
+                transfer.load("r", {fmt.kind: view}, {fmt.kind: items})
                 while not (loads := transfer.poll(0.01)):
                     assert transfer.loading
                 assert not loads[0].failed

@@ -81,7 +81,7 @@ def test_host_and_device_share_the_tail_of_a_prompt(tmp_path: Path, shards: int)
         ) as rig:
             for layer, cache in enumerate(rig.caches):
                 cache.copy_(torch.arange(layer, layer + cache.numel()).view(cache.shape))
-            assert rig.stores.store(there) == StoreOutcome.QUEUED
+            assert rig.store(there) == StoreOutcome.QUEUED
             assert rig.transfer.drain(PATIENCE) == 0
             caches = [cache.clone() for cache in rig.caches]
             stored.append([rig.path(tail, shard).read_bytes() for shard in range(shards)])
@@ -125,7 +125,7 @@ def test_nothing_is_published_before_it_has_arrived(tmp_path: Path) -> None:
         (item,) = rig.items(make_chunks(rig.fmt, 1), 0)
         rig.fill(item)
         streams.ended.clear()
-        assert rig.stores.store(item) == StoreOutcome.QUEUED
+        assert rig.store(item) == StoreOutcome.QUEUED
         assert rig.transfer.drain(0.1) == 1
         assert not rig.path(item.chunk, 0).exists()
         streams.ended.set()
@@ -138,7 +138,7 @@ def test_stores_are_dropped_while_the_device_has_no_buffer(tmp_path: Path) -> No
     with on_device(tmp_path, streams, ring=2) as rig:
         items = rig.items(make_chunks(rig.fmt, 4), 0)
         streams.ended.clear()
-        answers = [rig.stores.store(item) for item in items]
+        answers = [rig.store(item) for item in items]
         assert answers == [
             StoreOutcome.QUEUED,
             StoreOutcome.QUEUED,
@@ -150,7 +150,7 @@ def test_stores_are_dropped_while_the_device_has_no_buffer(tmp_path: Path) -> No
         streams.ended.set()
         assert rig.transfer.drain(PATIENCE) == 0
         assert rig.chunks_in_use == 0
-        assert rig.stores.store(items[2]) == StoreOutcome.QUEUED
+        assert rig.store(items[2]) == StoreOutcome.QUEUED
 
 
 def test_what_a_failed_device_copied_is_not_published(
@@ -164,7 +164,7 @@ def test_what_a_failed_device_copied_is_not_published(
         (item,) = rig.items(make_chunks(rig.fmt, 1), 0)
         streams.ended.clear()
         monkeypatch.setattr(FakeEvent, "synchronize", fail)
-        assert rig.stores.store(item) == StoreOutcome.QUEUED
+        assert rig.store(item) == StoreOutcome.QUEUED
         assert rig.transfer.drain(PATIENCE) == 0
         assert rig.count("dropped_chunks_unavailable") == 1
         assert rig.chunks_in_use == 0
@@ -193,7 +193,7 @@ def test_memory_is_not_given_back_while_a_device_copies_into_it(tmp_path: Path) 
         items = rig.items(make_chunks(rig.fmt, 3), 0)
         streams.ended.clear()
         for item in items:
-            assert rig.stores.store(item) == StoreOutcome.QUEUED
+            assert rig.store(item) == StoreOutcome.QUEUED
         closing_ = threading.Thread(target=rig.transfer.close)
         closing_.start()
         closing_.join(0.2)
@@ -237,6 +237,7 @@ def test_what_is_read_ahead_asks_nothing_of_the_device(
         monkeypatch.setattr(DeviceKVCache, "fence", broken)
         none, ended = torch.empty(0, dtype=torch.int64), threading.Event()
         load = rig.loads.load(
+            rig.view,
             [ChunkSlots(chunk, none) for chunk in chunks],
             early=True,
             on_done=lambda _: ended.set(),

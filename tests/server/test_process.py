@@ -271,7 +271,7 @@ def test_stores_under_way_when_the_server_is_killed_are_dropped_and_stored_later
 
         def store() -> None:
             for item in items:
-                rig.stores.store(item)
+                rig.store(item)
 
         store()
         until(lambda: rig.count("stored_chunks") >= 2)

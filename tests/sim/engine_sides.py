@@ -468,8 +468,8 @@ class Said(SimpleNamespace):
 
 def limit_stores(side: WorkerSide, chunks: int) -> None:
     """Let stores of each kind pin at most so many chunks, in a namespace that is open."""
-    registration = side.model.registration
-    assert registration.host is not None and registration.serves
+    registration = side.registration
+    assert registration.host is not None and registration.model.serves
     for shares in registration.host._users.values():
         shares.stores.limit = chunks * shares.slot_bytes
 

@@ -25,7 +25,7 @@ PATIENT: Final[Mapping[str, Any]] = {
     "identity_seconds": PATIENCE,
     "deadlines": {"probe": PATIENCE, "write": PATIENCE},
 }
-_REGISTRATION = "kvshelf.vllm.worker.registration"
+_MEMORY = "kvshelf.vllm.worker.memory"
 _create_guard = GuardedBackend.__init__
 
 
@@ -46,11 +46,11 @@ def _places(value: Any) -> dict[str, list[tuple[str, str, Any]]]:
         "drain_seconds": [("kvshelf.vllm.worker.side", "DRAIN_SECONDS", value)],
         # So many bytes, whatever a step needs; at least what the threads and two chunks need.
         "memory_bytes": [
-            (_REGISTRATION, "DEFAULT_MEMORY", value),
-            (_REGISTRATION, "_MEMORY_SHARE", 1 << 60),
+            (_MEMORY, "DEFAULT_MEMORY", value),
+            (_MEMORY, "_MEMORY_SHARE", 1 << 60),
         ],
         "io_threads": [
-            (_REGISTRATION, "default_io_threads", lambda _: (value, max(1, value // 2))),
+            (_MEMORY, "default_io_threads", lambda _: (value, max(1, value // 2))),
         ],
         "least_free": [("kvshelf.capacity.keeper", "least_free", lambda _: value)],
         "deadlines": [("kvshelf.backends.guard:GuardedBackend", "__init__", _guarded(value))],

@@ -118,13 +118,14 @@ class Rig:
             regions=self.regions,
             counters=self.counters,
         )
-        self.begin(self.shelf)
+        self.view = self.shelf.view(self.fmt)
+        self.begin()
 
-    def begin(self, shelf: Shelf) -> None:
-        """Transfer between the caches and a shelf from now on."""
+    def begin(self) -> None:
+        """Start the threads that move KV between the caches and the shelf."""
         plan = ShardPlan.whole(self.fmt.shards)
         self.context = TransferContext(
-            shelf.view(self.fmt), self.cache, self.host, self.counters, plan, **self.options
+            self.fmt, self.guard, self.cache, self.host, self.counters, plan, **self.options
         )
         self.transfer = Transfers([self.context])
 
@@ -185,12 +186,24 @@ class Rig:
         """Store chunks and wait until they are published."""
         for item in self.items(chunks, first_block):
             self.fill(item)
-            assert self.stores.store(item) == StoreOutcome.QUEUED
+            assert self.store(item) == StoreOutcome.QUEUED
         assert self.transfer.drain(PATIENCE) == 0
 
-    def start(self, name: str, items: Sequence[ChunkSlots]) -> Piece:
+    def store(self, item: ChunkSlots, **options: Any) -> StoreOutcome:
+        """Store one chunk."""
+        return self.stores.store(self.view, item, **options)
+
+    def start(
+        self,
+        name: str,
+        items: Sequence[ChunkSlots],
+        patience: Sequence[float] = (),
+        at_once: int = 0,
+    ) -> Piece:
         """Start a load."""
-        return self.transfer.load(name, {self.fmt.kind: items}).pieces[self.fmt.kind]
+        kind = self.fmt.kind
+        load = self.transfer.load(name, {kind: self.view}, {kind: items}, patience, at_once)
+        return load.pieces[kind]
 
     def ended(self, wait: float = 0.0) -> dict[str, Piece]:
         """The loads that ended since the last call, by name, in the order of their ends."""

@@ -327,11 +327,11 @@ def test_read_ahead_has_memory_beside_a_disk_tier_that_hangs(
     machine = start(remote, memory_chunks=16)
     for item in machine.rig.items(stored, 0):
         machine.rig.fill(item)
-        machine.rig.stores.store(item)
+        machine.rig.store(item)
     assert machine.rig.transfer.drain(PATIENCE) == 0
     assert machine.rig.chunks_in_use == 4
     ahead = ReadAhead(machine.rig.context, machine.rig.loads)
-    ahead.add("waiting", waiting)
+    ahead.add("waiting", machine.rig.view, waiting)
     # A fourth of the memory is the queue's, and a fourth is left.
     until(lambda: machine.rig.chunks_in_use == 8)
     assert ahead.take_failures() == []
@@ -349,7 +349,7 @@ def test_chunk_of_a_far_shelf_is_kept_in_memory_while_a_disk_tier_holds_what_a_s
     machine = start(remote, keeps=True)
     (item,) = machine.rig.items(chunks, 0)
     machine.rig.fill(item)
-    machine.rig.stores.store(item)
+    machine.rig.store(item)
     assert machine.rig.transfer.drain(PATIENCE) == 0
     assert machine.rig.chunks_in_use == 1
     machine.rig.comes_back(chunks, 20)

@@ -122,9 +122,19 @@ class ByteTransfers:
             else PinningShelf(self.guard, self.lending, self.counters)
         )
         self.begin(self.weights)
+        sizes = [
+            sum(rounded(fmt.object_size(shard)) for shard in range(fmt.shards))
+            for fmt in self.formats.values()
+        ]
+        slots = self.memory_chunks + self.load_threads + 1
+        self.host = ChunkMemory(slots * sum(sizes), keeps=self.keeps, counters=self.counters)
+        self.contexts = {kind: self._context(kind) for kind in self.formats}
+        self.transfers = Transfers(self.contexts[kind] for kind in self.shards if kind != DRAFT)
+        if DRAFT in self.shards:
+            self.transfers.add(self.contexts[DRAFT])
 
     def begin(self, weights: str) -> None:
-        """Transfer the KV of these weights from now on, through the memory that there is."""
+        """Move the KV of these weights from now on."""
         self.weights = weights
         needed = {kind: count for kind, count in self.shards.items() if kind != DRAFT}
         fmt = format_of_kinds(needed, weights=weights)
@@ -132,22 +142,13 @@ class ByteTransfers:
         if DRAFT in self.shards:
             drafts = {FULL: self.shards[DRAFT]}
             self.formats[DRAFT] = format_of_kinds(drafts, weights=f"{weights} drafter")
-        if not hasattr(self, "host"):
-            sizes = [
-                sum(rounded(fmt.object_size(shard)) for shard in range(fmt.shards))
-                for fmt in self.formats.values()
-            ]
-            slots = self.memory_chunks + self.load_threads + 1
-            self.host = ChunkMemory(slots * sum(sizes), keeps=self.keeps, counters=self.counters)
-        self.contexts = {kind: self._context(kind) for kind in self.formats}
-        self.transfers = Transfers(self.contexts[kind] for kind in needed)
-        if DRAFT in self.shards:
-            self.transfers.add(self.contexts[DRAFT])
+        self.views = {kind: self.storage.view(fmt) for kind, fmt in self.formats.items()}
 
     def _context(self, kind: Kind) -> TransferContext:
         fmt = self.formats[kind]
         return TransferContext(
-            self.storage.view(fmt),
+            fmt,
+            self.guard,
             None,
             self.host,
             self.counters,
@@ -162,7 +163,16 @@ class ByteTransfers:
         return self.host.ring.stats().pinned_bytes
 
     def store(self, kind: Kind, item: ChunkSlots, **options: Any) -> StoreOutcome:
-        return self.transfers.stores[kind].store(item, **options)
+        return self.transfers.stores[kind].store(self.views[kind], item, **options)
+
+    def start(
+        self,
+        name: str,
+        items: Mapping[Kind, Sequence[ChunkSlots]],
+        patience: Sequence[float] = (),
+        at_once: int = 0,
+    ) -> Load:
+        return self.transfers.load(name, self.views, items, patience, at_once)
 
     def items(self, chunks: Mapping[Kind, Sequence[Chunk]]) -> dict[Kind, list[ChunkSlots]]:
         return {
@@ -184,17 +194,19 @@ class ByteTransfers:
         (load,) = loads
         return load
 
-    def path(self, kind: Kind, chunk: Chunk, shard: int = 0) -> Path:
-        """Where an object lies."""
-        fmt = self.formats[kind]
+    def path(
+        self, kind: Kind, chunk: Chunk, shard: int = 0, fmt: ObjectFormat | None = None
+    ) -> Path:
+        """Where an object lies, in the namespace that is open if `fmt` is of no other one."""
+        fmt = fmt or self.formats[kind]
         folder = Path(self.guard.url) / fmt.namespace.folder
         return folder / object_name(chunk, shard, fmt.shards, fmt.kind)
 
-    def has(self, kind: Kind, chunk: Chunk, shard: int) -> bool:
+    def has(self, kind: Kind, chunk: Chunk, shard: int, fmt: ObjectFormat | None = None) -> bool:
         """Whether the shelf has the object, as it was stored."""
-        fmt = self.formats[kind]
+        fmt = fmt or self.formats[kind]
         with suppress(FileNotFoundError):
-            data = self.path(kind, chunk, shard).read_bytes()
+            data = self.path(kind, chunk, shard, fmt).read_bytes()
             size = fmt.object_size(shard) - fmt.data_offset
             return data[fmt.data_offset :] == content(kind, chunk, shard, size)
         return False

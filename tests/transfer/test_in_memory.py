@@ -102,7 +102,7 @@ def test_chunk_in_memory_is_stored_again_without_a_gather(
     monkeypatch.setattr(rig.cache, "gather", lambda *call: gathers.append(call))
     rig.transfer.forget_stored()
     for item in rig.items(chunks, 20):
-        assert rig.stores.store(item) == StoreOutcome.QUEUED
+        assert rig.store(item) == StoreOutcome.QUEUED
     assert rig.transfer.drain(PATIENCE) == 0
     assert not gathers
     monkeypatch.undo()
@@ -145,8 +145,7 @@ def test_hit_in_memory_waits_for_no_read_of_the_storage(
     rig.comes_back(kept, 100)
     gate = threading.Event()
     storage.add(Fault("read", f"*{slow[0].key.hex()}*", wait=gate))
-    items = {FMT.kind: rig.items(slow, 200)}
-    few = rig.transfer.load("few", items, at_once=1).pieces[FMT.kind]
+    few = rig.start("few", rig.items(slow, 200), at_once=1)
     # All threads that read are at its first chunk.
     until(lambda: storage.counts["open"] == (4 + 1) * OBJECTS)
     hit = rig.items(kept, 300)
@@ -177,7 +176,7 @@ def test_two_transfers_that_read_one_chunk_at_once_keep_it_once(
         other.transfer.close()
         other.host.close()
         other.host = rig.host
-        other.begin(other.shelf)
+        other.begin()
         gate = threading.Event()
         storage.add(Fault("read", wait=gate))
         items = rig.items(chunks, 100)
@@ -249,8 +248,7 @@ def test_loads_that_wait_end_when_the_storage_rests_though_memory_has_something(
     rig.comes_back(kept, 100)
     gate = threading.Event()
     storage.add(Fault("read", f"*{chunks[0].key.hex()}*", wait=gate))
-    items = {FMT.kind: rig.items(chunks, 200)}
-    load = rig.transfer.load("few", items, at_once=1).pieces[FMT.kind]
+    load = rig.start("few", rig.items(chunks, 200), at_once=1)
     until(lambda: storage.counts["open"] > OBJECTS)
     rig.guard.reads.trip("a test", 1000.0)
     rig.loads._give_up_all()

@@ -48,7 +48,7 @@ def test_what_was_stored_of_all_kinds_comes_back(
 ) -> None:
     kinds.put(wanted)
     items = kinds.items(wanted)
-    started = kinds.transfers.load("r", items)
+    started = kinds.start("r", items)
     load = kinds.finished()
     assert load is started and load.finished and not load.failed and load.failures == []
     assert all(place.has_no_wrong_bytes and place.loaded for place in bytes_of(items))
@@ -78,7 +78,7 @@ def test_a_load_that_failed_is_reported_when_nothing_is_written_for_it_any_more(
         gate.wait()
 
     bytes_of(items)[0].on_scatter = hold
-    load = kinds.transfers.load("r", items)
+    load = kinds.start("r", items)
     assert begun.wait(PATIENCE)
     until(lambda: load.failed)
     assert kinds.transfers.poll() == []
@@ -100,7 +100,7 @@ def test_other_parts_are_not_read_on_after_one_has_failed(
         kinds.path(STATE, chunks[5]).unlink()
         gate = threading.Event()
         backend.add(Fault("read", "*-[0-9]-0of1.*", wait=gate))
-        load = kinds.transfers.load("r", kinds.items(wanted))
+        load = kinds.start("r", kinds.items(wanted))
         until(lambda: load.failed)
         # Threads that read into staging are not waited for.
         assert kinds.finished() is load
@@ -116,7 +116,7 @@ def test_an_aborted_load_counts_once_and_is_still_reported(
     kinds.put(wanted)
     gate = threading.Event()
     backend.add(Fault("read", wait=gate))
-    load = kinds.transfers.load("r", kinds.items(wanted))
+    load = kinds.start("r", kinds.items(wanted))
     kinds.transfers.cancel("r")
     assert load.cancelled
     gate.set()
@@ -135,7 +135,7 @@ def test_a_part_that_cannot_be_started_fails_the_load_and_leaves_nothing_running
         raise RuntimeError("no memory")
 
     monkeypatch.setattr(kinds.transfers.loads[STATE], "load", broken)
-    kinds.transfers.load("r", kinds.items(wanted))
+    kinds.start("r", kinds.items(wanted))
     assert kinds.finished().failed
     assert not kinds.transfers.loading
 
@@ -151,13 +151,13 @@ def test_load_that_fails_before_its_first_piece_leaves_no_trace(
     answers = [0] * calls
     monkeypatch.setattr(Loads, "loading_bytes", property(lambda self: answers.pop()))
     with suppress(IndexError):
-        kinds.transfers.load("r", kinds.items(wanted))
+        kinds.start("r", kinds.items(wanted))
         kinds.finished()
     assert not kinds.transfers.loading
 
 
 def test_no_load_is_without_an_end(kinds: ByteTransfers, wanted: dict[Kind, list[Chunk]]) -> None:
-    kinds.transfers.load("empty", {kind: [] for kind in SHARDS})
+    kinds.start("empty", {kind: [] for kind in SHARDS})
     assert kinds.finished().request_id == "empty"
 
 

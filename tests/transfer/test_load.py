@@ -5,20 +5,24 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kvshelf.backends import open_backend
 from kvshelf.format.kinds import DRAFT, FULL, STATE
+from kvshelf.shelf.shelf import Shelf
 from kvshelf.transfer.context import ChunkSlots
 from kvshelf.transfer.load import Failure, Load, Piece
 from tests.support.formats import make_format
 from tests.support.prompts import make_chunks
 
-CHUNKS = make_chunks(make_format(), 8)
+FMT = make_format()
+CHUNKS = make_chunks(FMT, 8)
+VIEW = Shelf(open_backend("memory://pieces")).view(FMT)
 
 
 def piece_of(
     chunks: int, leading: int, failure: Failure | None = None, *, started: float | None, **more: int
 ) -> Piece:
     """A piece of which so many chunks are there, and the next one failed."""
-    piece = Piece([ChunkSlots(chunk, torch.empty(0)) for chunk in CHUNKS[:chunks]], **more)
+    piece = Piece(VIEW, [ChunkSlots(chunk, torch.empty(0)) for chunk in CHUNKS[:chunks]], **more)
     for place in range(leading):
         piece.arrive(place)
     if failure is not None:

@@ -24,7 +24,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from kvshelf.errors import NoSpaceStorageError, TransientStorageError
 from kvshelf.format.keys import Chunk, KeyChain
 from kvshelf.format.kinds import DRAFT, FULL, STATE, WINDOW, Kind
+from kvshelf.format.objects import ObjectFormat
 from kvshelf.memory.ring import Share, Slot
+from kvshelf.shelf.view import ShelfView
 from kvshelf.transfer.context import ChunkSlots
 from kvshelf.transfer.load import Failure, Load
 from kvshelf.transfer.promises import Promises
@@ -77,8 +79,18 @@ class RunningLoad:
 
 @dataclass
 class StoredChunks:
-    """When chunks of one kind were published and dropped, by key, as far as stores must know."""
+    """When chunks of one kind were published and dropped, by key, as far as stores must know.
 
+    Attributes
+    ----------
+    fmt : ObjectFormat
+        Of the kind and the namespace.
+    prompts : list
+        The chunks of each prompt.
+    """
+
+    fmt: ObjectFormat
+    prompts: list[list[Chunk]]
     published_at: dict[bytes, float] = field(default_factory=dict)
     dropped_at: dict[bytes, float] = field(default_factory=dict)
     in_flight: Counter[bytes] = field(default_factory=Counter)
@@ -138,7 +150,11 @@ class TransferModel(RuleBasedStateMachine):
         #: Objects that the test has damaged.
         self.damaged: set[Path] = set()
         self.broken: set[str] = set()
-        self.promises: list[Promises] = []
+        self.promises = Promises(self.bytes.counters)
+        #: Of kind full, of each namespace.
+        self.views: list[ShelfView] = []
+        contexts, transfers = self.bytes.contexts, self.bytes.transfers
+        self.ahead = ReadAhead(contexts[FULL], transfers.loads[FULL])
         self.begin_namespace()
 
     def begin_namespace(self) -> None:
@@ -154,11 +170,11 @@ class TransferModel(RuleBasedStateMachine):
             ]
             for kind, fmt in self.bytes.formats.items()
         }
-        self.stored = {kind: StoredChunks() for kind in self.bytes.shards}
-        full = self.bytes.formats[FULL]
-        self.promises.append(Promises(self.bytes.storage.view(full), self.bytes.counters))
+        self.stored = {
+            kind: StoredChunks(fmt, self.prompts[kind]) for kind, fmt in self.bytes.formats.items()
+        }
+        self.views.append(self.bytes.views[FULL])
         self.read_ahead_chunks = [0] * PROMPTS
-        self.ahead = ReadAhead(self.bytes.contexts[FULL], self.bytes.transfers.loads[FULL])
 
     def needed(self, kind: Kind, prompt: int, length: int) -> list[Chunk]:
         return self.prompts[kind][prompt][:length][-NEEDED.get(kind, length) :]
@@ -195,8 +211,8 @@ class TransferModel(RuleBasedStateMachine):
     ) -> None:
         stored = self.stored[kind]
         number, begun = next(self.numbers), time.monotonic()
-        promises = self.promises[-1]
-        promised = None if attempt is None else promises.watch(attempt)
+        promises, view = self.promises, self.views[-1]
+        promised = None if attempt is None else promises.watch(view, attempt)
 
         def ended(chunk: Chunk, result: StoreResult) -> None:
             self.reported[number] += 1
@@ -239,7 +255,7 @@ class TransferModel(RuleBasedStateMachine):
             stored.dropped_at[chunk.key] = begun
         if promised is not None:
             assert attempt is not None
-            promises.note(attempt, chunk, outcome)
+            promises.note(view, attempt, outcome)
             if outcome not in (StoreOutcome.QUEUED, StoreOutcome.KNOWN):
                 self.broken.add(attempt)
         if outcome not in expected:
@@ -290,7 +306,7 @@ class TransferModel(RuleBasedStateMachine):
             for kind, of_kind in items.items()
         }
         name = f"load {next(self.numbers)}"
-        load = self.bytes.transfers.load(name, items, patience, at_once)
+        load = self.bytes.start(name, items, patience, at_once)
         assert time.monotonic() - begun < AT_ONCE_SECONDS
         # It may share a read that was begun before the objects were there.
         shares = begun < self.changed_at + 1.0
@@ -308,7 +324,7 @@ class TransferModel(RuleBasedStateMachine):
     @rule(prompt=any_prompt, length=any_length)
     def read_ahead(self, prompt: int, length: int) -> None:
         known = self.read_ahead_chunks[prompt]
-        self.ahead.add(str(prompt), self.prompts[FULL][prompt][known:length])
+        self.ahead.add(str(prompt), self.views[-1], self.prompts[FULL][prompt][known:length])
         self.read_ahead_chunks[prompt] = max(known, length)
 
     @rule(prompt=any_prompt, stays=st.booleans())
@@ -326,17 +342,14 @@ class TransferModel(RuleBasedStateMachine):
 
     @rule()
     def change_weights(self) -> None:
-        """End the transfers of the old weights, as a worker does, and begin those of new ones."""
-        self.allow_threads()
-        self.end_namespace()
+        """Go on with new weights, as a worker does: it gives loads up, and stores are published."""
+        self.disturb_loads()
+        for running in self.loads.values():
+            running.is_cancelled = running.is_cancelled or not running.load.finished
+            self.bytes.transfers.cancel(running.load.request_id)
+        self.ahead.release_all()
         self.bytes.begin(f"user:weights {next(self.numbers)}")
         self.begin_namespace()
-
-    def end_namespace(self) -> None:
-        self.disturb_loads()
-        self.ahead.release_all()
-        self.bytes.transfers.end()
-        until(lambda: not self.notice_ends() and not self.loads)
 
     # ------------------------------------------------------------------------- the storage
 
@@ -494,9 +507,9 @@ class TransferModel(RuleBasedStateMachine):
             # Nothing is written for a load that has ended.
             assert [place.loaded for place in bytes_of(running.items)] == brought
         results, self.results = self.results, []
-        for _, kind, chunk, result, _ in results:
-            if result.is_stored and kind in self.bytes.shards:
-                self.check_stored(kind, chunk)
+        for stored, kind, chunk, result, _ in results:
+            if result.is_stored:
+                self.check_stored(stored, kind, chunk)
 
     def check_load(self, running: RunningLoad) -> None:
         load = running.load
@@ -531,12 +544,13 @@ class TransferModel(RuleBasedStateMachine):
             if len(load.needed) == 1:
                 assert load.pieces[FULL].failed_at == running.whole[FULL]
 
-    def check_stored(self, kind: Kind, chunk: Chunk) -> None:
+    def check_stored(self, stored: StoredChunks, kind: Kind, chunk: Chunk) -> None:
+        """What was stored is in the namespace of its chunk, whatever the weights are now."""
         for shard in range(self.bytes.shards[kind]):
-            path = self.bytes.path(kind, chunk, shard)
-            known = chunk in [one for prompt in self.prompts[kind] for one in prompt]
+            path = self.bytes.path(kind, chunk, shard, stored.fmt)
+            known = any(chunk in prompt for prompt in stored.prompts)
             if known and path not in self.damaged:
-                assert self.bytes.has(kind, chunk, shard)
+                assert self.bytes.has(kind, chunk, shard, stored.fmt)
 
     def teardown(self) -> None:
         if not hasattr(self, "promises"):
@@ -547,8 +561,7 @@ class TransferModel(RuleBasedStateMachine):
             self.forget_stored()
             self.comes_back()
             self.ahead.release_all()
-            for promises in self.promises:
-                promises.close(PATIENCE)
+            self.promises.close(PATIENCE)
             self.check_markers(opened)
             self.bytes.close()
             # Each store that was queued ends once.
@@ -558,11 +571,12 @@ class TransferModel(RuleBasedStateMachine):
 
     def check_markers(self, breakers_opened: float) -> None:
         """A marker tells of each broken promise, unless the storage took no writes."""
-        found = self.bytes.storage.view(self.bytes.formats[FULL]).gave_up(ATTEMPTS)
-        marked = {attempt for attempt, there in zip(ATTEMPTS, found, strict=True) if there}
+        marked: set[str] = set()
+        for view in self.views:
+            found = view.on_storage.gave_up(ATTEMPTS)
+            marked |= {attempt for attempt, there in zip(ATTEMPTS, found, strict=True) if there}
         assert marked <= self.broken
-        # Markers of other namespaces are not looked for.
-        if not breakers_opened and len(self.promises) == 1:
+        if not breakers_opened:
             assert marked == self.broken
 
     def comes_back(self) -> None:

@@ -125,7 +125,7 @@ def test_of_few_chunks_at_once_none_is_announced(start: Callable[..., Lender]) -
     rig = lender.rig
     items = rig.items(lender.put(5), 20)
     lender.gate.clear()
-    rig.transfer.load("r", {rig.fmt.kind: items}, at_once=1)
+    rig.start("r", items, at_once=1)
     until(lambda: lender.asked >= 1)
     # What is announced is read, so the first chunk would come as late as the last one.
     assert lender.lending.expected == []
@@ -233,7 +233,7 @@ def test_early_loads_are_not_announced(start: Callable[..., Lender]) -> None:
     chunks = lender.put(2)
     none, ended = torch.empty(0, dtype=torch.int64), threading.Event()
     items = [ChunkSlots(chunk, none) for chunk in chunks]
-    lender.rig.loads.load(items, early=True, on_done=lambda load: ended.set())
+    lender.rig.loads.load(lender.rig.view, items, early=True, on_done=lambda load: ended.set())
     assert ended.wait(PATIENCE)
     assert not lender.lending.expected
     lender.settled(2 * lender.rig.fmt.shards)

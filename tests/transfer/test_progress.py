@@ -49,13 +49,15 @@ class Machine:
     def read_ahead(self, chunks: list[Chunk]) -> Piece:
         """Read chunks into memory for a request that never loads them."""
         items = [ChunkSlots(chunk, torch.empty(0, dtype=torch.int64)) for chunk in chunks]
-        piece = self.rig.loads.load(items, early=True, keeps=True, on_done=lambda piece: None)
+        piece = self.rig.loads.load(
+            self.rig.view, items, early=True, keeps=True, on_done=lambda piece: None
+        )
         self.pieces.append(piece)
         return piece
 
     def store(self, count: int, seed: int) -> list[StoreOutcome]:
         items = self.rig.items(make_chunks(FMT, count, seed), 0)
-        return [self.rig.stores.store(item) for item in items]
+        return [self.rig.store(item) for item in items]
 
     def end(self) -> None:
         """Let go of all that a case holds."""

@@ -49,10 +49,10 @@ def test_promised_stores_are_published_before_the_others(rig: Rig, backend: Faul
     gate = Gate(backend)
     one, two, three = rig.items(single(3), 0)
     ends = Ends()
-    assert rig.stores.store(one, on_done=ends) is QUEUED
+    assert rig.store(one, on_done=ends) is QUEUED
     assert gate.waiting.acquire(timeout=PATIENCE)
-    assert rig.stores.store(two, on_done=ends) is QUEUED
-    assert rig.stores.store(three, promised=True, on_done=ends) is QUEUED
+    assert rig.store(two, on_done=ends) is QUEUED
+    assert rig.store(three, promised=True, on_done=ends) is QUEUED
     gate.let(6)
     assert rig.transfer.drain(PATIENCE) == 0
     # Stores are told of a moment after they have ended.
@@ -64,12 +64,12 @@ def test_a_store_in_flight_becomes_promised(rig: Rig, backend: FaultyStorage) ->
     one, two, three = rig.items(single(3), 0)
     ends, told = Ends(), Ends()
     for item in (one, two, three):
-        assert rig.stores.store(item, on_done=ends) is QUEUED
+        assert rig.store(item, on_done=ends) is QUEUED
     assert gate.waiting.acquire(timeout=PATIENCE)
-    assert rig.stores.store(three, promised=True, on_done=told) is QUEUED
+    assert rig.store(three, promised=True, on_done=told) is QUEUED
     # The one that is running, too; then again, which changes nothing.
-    assert rig.stores.store(one, promised=True) is KNOWN
-    assert rig.stores.store(three, promised=True) is KNOWN
+    assert rig.store(one, promised=True) is KNOWN
+    assert rig.store(three, promised=True) is KNOWN
     gate.let(6)
     assert rig.transfer.drain(PATIENCE) == 0
     until(lambda: ends.chunks == [one.chunk, three.chunk, two.chunk])
@@ -81,10 +81,10 @@ def test_promised_stores_that_run_at_the_end_are_lost(rig: Rig, backend: FaultyS
     gate = Gate(backend)
     one, two, three = rig.items(single(3), 0)
     ends = Ends()
-    assert rig.stores.store(one, promised=True, on_done=ends) is QUEUED
+    assert rig.store(one, promised=True, on_done=ends) is QUEUED
     assert gate.waiting.acquire(timeout=PATIENCE)
-    assert rig.stores.store(two, on_done=ends) is QUEUED
-    assert rig.stores.store(three, promised=True, on_done=ends) is QUEUED
+    assert rig.store(two, on_done=ends) is QUEUED
+    assert rig.store(three, promised=True, on_done=ends) is QUEUED
     assert rig.transfer.close(0.0) == 3
     lost = StoreResult.LOST
     assert ends.of == [(three.chunk, lost), (two.chunk, lost), (one.chunk, lost)]

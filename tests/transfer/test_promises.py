@@ -37,7 +37,7 @@ def rig(backend: FaultyStorage) -> Iterator[Rig]:
 
 @pytest.fixture
 def promises(rig: Rig) -> Iterator[Promises]:
-    with closing(Promises(rig.shelf.view(FMT), rig.counters)) as promises:
+    with closing(Promises(rig.counters)) as promises:
         yield promises
 
 
@@ -57,7 +57,7 @@ def chunk() -> Chunk:
 def test_a_promise_is_broken_when_a_store_is_dropped(
     rig: Rig, promises: Promises, outcome: StoreOutcome
 ) -> None:
-    promises.note(ONE, chunk(), outcome)
+    promises.note(rig.view, ONE, outcome)
     promises.close(PATIENCE)
     kept = outcome in (QUEUED, KNOWN)
     assert marked(rig) == (set() if kept else {ONE})
@@ -68,16 +68,16 @@ def test_a_promise_is_broken_when_a_store_is_dropped(
 def test_a_promise_is_broken_when_a_store_fails_or_is_lost(
     rig: Rig, promises: Promises, result: StoreResult
 ) -> None:
-    promises.watch(ONE)(chunk(), result)
+    promises.watch(rig.view, ONE)(chunk(), result)
     promises.close(PATIENCE)
     broken = result.value in ("failed", "dropped", "lost")
     assert marked(rig) == ({ONE} if broken else set())
 
 
 def test_a_tail_that_nobody_waits_for_leaves_no_marker(rig: Rig, promises: Promises) -> None:
-    done = promises.watch("")
+    done = promises.watch(rig.view, "")
     for outcome in StoreOutcome:
-        promises.note("", chunk(), outcome)
+        promises.note(rig.view, "", outcome)
     for result in StoreResult:
         done(chunk(), result)
     promises.close(PATIENCE)
@@ -88,11 +88,11 @@ def test_a_tail_that_nobody_waits_for_leaves_no_marker(rig: Rig, promises: Promi
 def test_an_attempt_is_given_up_once(rig: Rig, promises: Promises, backend: FaultyStorage) -> None:
     counting = FaultyStorage(backend.inner)
     backend.inner = counting
-    done = promises.watch(ONE)
+    done = promises.watch(rig.view, ONE)
     for _ in range(3):
         done(chunk(), StoreResult.FAILED)
-        promises.give_up(ONE)
-    promises.give_up(TWO)
+        promises.give_up(rig.view, ONE)
+    promises.give_up(rig.view, TWO)
     promises.close(PATIENCE)
     assert marked(rig) == {ONE, TWO}
     assert rig.count("promises_broken") == 2
@@ -101,10 +101,9 @@ def test_an_attempt_is_given_up_once(rig: Rig, promises: Promises, backend: Faul
 
 
 def test_ranks_of_an_engine_write_one_marker(rig: Rig) -> None:
-    view = rig.shelf.view(FMT)
-    ranks = [Promises(view, rig.counters) for _ in range(4)]
+    ranks = [Promises(rig.counters) for _ in range(4)]
     for rank in ranks:
-        rank.give_up(ONE)
+        rank.give_up(rig.view, ONE)
     for rank in ranks:
         rank.close(PATIENCE)
     assert marked(rig) == {ONE}
@@ -112,8 +111,8 @@ def test_ranks_of_an_engine_write_one_marker(rig: Rig) -> None:
 
 
 def test_what_is_not_an_attempt_harms_nothing(rig: Rig, promises: Promises) -> None:
-    promises.give_up("../../elsewhere")
-    promises.give_up(ONE)
+    promises.give_up(rig.view, "../../elsewhere")
+    promises.give_up(rig.view, ONE)
     promises.close(PATIENCE)
     assert marked(rig) == {ONE}
     assert (rig.count("promises_broken"), rig.count("markers_written")) == (2, 1)
@@ -121,9 +120,9 @@ def test_what_is_not_an_attempt_harms_nothing(rig: Rig, promises: Promises) -> N
 
 def test_the_keeper_learns_of_hand_overs(rig: Rig) -> None:
     keeper = Keeper(rig.shelf.backend, CapacityConfig(), rig.counters)
-    promises = Promises(rig.shelf.view(FMT), rig.counters, keeper=keeper)
+    promises = Promises(rig.counters, keeper=keeper)
     assert keeper._leaves_until < 0
-    promises.watch(ONE)
+    promises.watch(rig.view, ONE)
     assert keeper._leaves_until > 0
 
 
@@ -147,13 +146,13 @@ def test_a_marker_that_cannot_be_written_is_counted_and_nothing_else(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     backend.add(Fault("write", error=error, times=1))
-    promises.give_up(ONE)
+    promises.give_up(rig.view, ONE)
     until(lambda: not promises._queue)
     backend.heal()
     rig.guard.writes.close()
     caplog.clear()
-    promises.give_up(ONE)
-    promises.give_up(TWO)
+    promises.give_up(rig.view, ONE)
+    promises.give_up(rig.view, TWO)
     promises.close(PATIENCE)
     assert marked(rig) == {TWO}
     assert (rig.count("promises_broken"), rig.count("markers_written")) == (2, 1)
@@ -161,12 +160,12 @@ def test_a_marker_that_cannot_be_written_is_counted_and_nothing_else(
 
 
 def test_after_a_failed_marker_a_store_shows_that_promises_can_be_kept_again(
-    promises: Promises, backend: FaultyStorage
+    rig: Rig, promises: Promises, backend: FaultyStorage
 ) -> None:
     backend.add(Fault("write", error=NoSpaceStorageError(28, "full", "x"), times=1))
-    promises.give_up(ONE)
+    promises.give_up(rig.view, ONE)
     until(lambda: promises.unmarked)
-    ended = promises.watch(TWO)
+    ended = promises.watch(rig.view, TWO)
     ended(chunk(), StoreResult.LOST)
     assert promises.unmarked
     ended(chunk(), StoreResult.PUBLISHED)
@@ -176,10 +175,10 @@ def test_after_a_failed_marker_a_store_shows_that_promises_can_be_kept_again(
 def test_on_a_read_only_shelf_promises_are_broken_in_silence(tmp_path: Path) -> None:
     backend = ReadOnlyBackend(posix(tmp_path / "shelf"))
     with closing(Rig(backend, FMT)) as rig:
-        promises = Promises(rig.shelf.view(FMT), rig.counters)
+        promises = Promises(rig.counters)
         item = rig.items(make_chunks(FMT, 1), 0)[0]
-        outcome = rig.stores.store(item, promised=True, on_done=promises.watch(ONE))
-        promises.note(ONE, item.chunk, outcome)
+        outcome = rig.store(item, promised=True, on_done=promises.watch(rig.view, ONE))
+        promises.note(rig.view, ONE, outcome)
         promises.close(PATIENCE)
         assert outcome is StoreOutcome.UNAVAILABLE
         assert (rig.count("promises_broken"), rig.count("markers_written")) == (1, 0)
@@ -193,10 +192,10 @@ def test_a_storage_that_hangs_holds_up_neither_a_step_nor_the_end(
     gate = threading.Event()
     backend.add(Fault("write", "*gave-up*", wait=gate))
     for attempt in ATTEMPTS:
-        promises.give_up(attempt)
+        promises.give_up(rig.view, attempt)
     promises.close(0.01)
     assert marked(rig) == set()
-    promises.give_up("f" * 32)
+    promises.give_up(rig.view, "f" * 32)
     gate.set()
     # The process lives on: so do the markers that were asked for.
     until(lambda: rig.count("markers_written") == len(ATTEMPTS))
@@ -209,13 +208,13 @@ def test_a_process_without_threads_writes_its_markers_later(
     rig: Rig, promises: Promises, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with none_can_be_started(monkeypatch, "kvshelf-marker"):
-        promises.give_up(ONE)
+        promises.give_up(rig.view, ONE)
         promises.close(0.0)
     assert marked(rig) == set()
-    other = Promises(rig.shelf.view(FMT), rig.counters)
+    other = Promises(rig.counters)
     with none_can_be_started(monkeypatch, "kvshelf-marker"):
-        other.give_up(ONE)
-    other.give_up(TWO)
+        other.give_up(rig.view, ONE)
+    other.give_up(rig.view, TWO)
     other.close(PATIENCE)
     assert marked(rig) == {ONE, TWO}
 
@@ -228,7 +227,7 @@ def test_what_waits_to_be_written_is_bounded(
     gate = threading.Event()
     backend.add(Fault("write", wait=gate))
     for attempt in ATTEMPTS:
-        promises.give_up(attempt)
+        promises.give_up(rig.view, attempt)
     assert (len(promises._queue), len(promises._broken)) == (5, 7)
     gate.set()
     promises.close(PATIENCE)

@@ -49,7 +49,7 @@ class Waiting(ByteTransfers):
     def load(self, chunks: list[Chunk]) -> bool:
         """Load chunks, as when their request is scheduled; return whether all came, and right."""
         items = self.items({FULL: chunks})
-        self.transfers.load("load", items)
+        self.start("load", items)
         self.finished()
         return all(chunk_is_loaded(item, self.formats[FULL]) for item in items[FULL])
 
@@ -113,7 +113,7 @@ class ReadAheadModel(RuleBasedStateMachine):
         chunks, named = self.prompts[prompt][:length], self.named[name]
         if chunks[: len(named)] != named:
             return
-        self.read_ahead.add(name, chunks[len(named) :])
+        self.read_ahead.add(name, self.ahead.views[FULL], chunks[len(named) :])
         self.named[name] = chunks
         if name not in self.ended:
             self.requests[name] = chunks
@@ -235,7 +235,7 @@ class ReadAheadModel(RuleBasedStateMachine):
             assert stored == SHARDS * self.keeps
             # Nothing has kept the room.
             chunks = self.ahead.stored(8, min(self.room, 9))
-            self.read_ahead.add("next", chunks)
+            self.read_ahead.add("next", self.ahead.views[FULL], chunks)
             until(lambda: self.ahead.has_kept(chunks) == len(chunks))
 
 
@@ -252,8 +252,8 @@ def ahead(tmp_path: Path) -> Iterator[Waiting]:
 def test_requests_that_waited_read_nothing_when_their_turn_comes(ahead: Waiting) -> None:
     chunks = ahead.stored(0)
     for name in ("one", "other"):
-        ahead.ahead.add(name, chunks[:2])
-        ahead.ahead.add(name, chunks[2:])
+        ahead.ahead.add(name, ahead.views[FULL], chunks[:2])
+        ahead.ahead.add(name, ahead.views[FULL], chunks[2:])
     until(lambda: ahead.has_kept(chunks) == LENGTH)
     time.sleep(1.0)
     # What both want is read once.
@@ -271,7 +271,7 @@ def test_requests_that_waited_read_nothing_when_their_turn_comes(ahead: Waiting)
     assert not ahead.pinned_bytes
     assert "prefetched_unused_objects" not in ahead.counters.snapshot()
     more = ahead.stored(1, 1)
-    ahead.ahead.add("third", more)
+    ahead.ahead.add("third", ahead.views[FULL], more)
     until(lambda: ahead.has_kept(more) == 1)
     ahead.ahead.release("third")
     assert ahead.count("prefetched_unused_objects") == SHARDS
@@ -282,7 +282,7 @@ def test_chunks_in_memory_already_are_kept_up_to_the_share_of_read_ahead(tmp_pat
         chunks = make_chunks(ahead.formats[FULL], 6)
         ahead.put({FULL: chunks[:3]})
         ahead.put({FULL: chunks[3:]})
-        ahead.ahead.add("r", chunks)
+        ahead.ahead.add("r", ahead.views[FULL], chunks)
         until(lambda: ahead.has_kept(chunks) == 4)
         # Stores and loads of others go through the rest.
         for seed in range(1, 10):
@@ -313,7 +313,7 @@ def test_storage_that_rests_is_tried_once_a_second_and_nothing_grows(
     before = loads_alive()
     monkeypatch.setattr(loads, "load", noted)
     ahead.guard.reads.trip("a test", 1000.0)
-    ahead.ahead.add("r", chunks)
+    ahead.ahead.add("r", ahead.views[FULL], chunks)
     for _ in range(500):
         assert ahead.ahead.take_failures() == []
         time.sleep(0.01)
@@ -327,7 +327,7 @@ def test_chunk_that_the_storage_fails_to_read_is_reported(ahead: Waiting) -> Non
     chunks = ahead.stored(0)
     error = TransientStorageError(5, "EIO")
     ahead.storage_calls.add(Fault("open", f"*{chunks[1].key.hex()}*", error=error))
-    ahead.ahead.add("r", chunks)
+    ahead.ahead.add("r", ahead.views[FULL], chunks)
     failures: list[tuple[Chunk, Failure]] = []
     until(lambda: bool(failures.extend(ahead.ahead.take_failures()) or failures))
     assert failures == [(chunks[1], Failure.ERROR)]
@@ -340,14 +340,14 @@ def test_chunk_that_is_read_when_its_request_gives_it_up_leaves_nothing(tmp_path
         ahead.path(FULL, chunks[1]).unlink()
         gate = threading.Event()
         ahead.storage_calls.add(Fault("read", f"*{chunks[2].key.hex()}*", wait=gate))
-        ahead.ahead.add("r", chunks[:2])
-        ahead.ahead.add("r", chunks[2:3])
+        ahead.ahead.add("r", ahead.views[FULL], chunks[:2])
+        ahead.ahead.add("r", ahead.views[FULL], chunks[2:3])
         until(lambda: bool(ahead.ahead.take_failures()))
         gate.set()
         # The scheduler learns of the failure later.
-        ahead.ahead.add("r", chunks[3:])
+        ahead.ahead.add("r", ahead.views[FULL], chunks[3:])
         # What the request needs no more keeps no room.
-        ahead.ahead.add("next", others)
+        ahead.ahead.add("next", ahead.views[FULL], others)
         until(lambda: ahead.has_kept(others) == len(others))
         assert ahead.kept(chunks) == 1
 
@@ -357,7 +357,7 @@ def test_request_that_ends_while_it_is_read_for_leaves_nothing(tmp_path: Path) -
         chunks, others = ahead.stored(0), ahead.stored(1)
         gate = threading.Event()
         ahead.storage_calls.add(Fault("read", wait=gate))
-        ahead.ahead.add("r", chunks)
+        ahead.ahead.add("r", ahead.views[FULL], chunks)
         until(lambda: ahead.opened() == 1)
         ahead.ahead.release("r")
         gate.set()
@@ -366,7 +366,7 @@ def test_request_that_ends_while_it_is_read_for_leaves_nothing(tmp_path: Path) -
         assert ahead.opened() == 1
         assert not ahead.pinned_bytes
         assert ahead.count("cancelled_loads") == 0
-        ahead.ahead.add("next", others)
+        ahead.ahead.add("next", ahead.views[FULL], others)
         until(lambda: ahead.has_kept(others) == LENGTH)
 
 
@@ -384,7 +384,7 @@ def test_read_ahead_that_finds_no_memory_waits_for_none_and_is_tried_again(
             return begun[-1]
 
         monkeypatch.setattr(loads, "load", noted)
-        ahead.ahead.add("r", chunks)
+        ahead.ahead.add("r", ahead.views[FULL], chunks)
         time.sleep(0.1)
         assert [load.finished for load in begun] == [True]
         assert ahead.has_kept(chunks) == 0

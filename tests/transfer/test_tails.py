@@ -64,7 +64,7 @@ def holds(rig: Rig, item: ChunkSlots) -> bool:
 def put(rig: Rig, tail: Chunk) -> None:
     item = tail_item(rig, tail, 12)
     fill(rig, item)
-    assert rig.stores.store(item) == StoreOutcome.QUEUED
+    assert rig.store(item) == StoreOutcome.QUEUED
     assert rig.transfer.drain(PATIENCE) == 0
 
 
@@ -124,7 +124,7 @@ def test_a_bad_tail_is_replaced_by_the_next_one_that_is_computed(rig: Rig) -> No
     path = rig.path(tail, 0)
     good = path.read_bytes()
     path.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
-    assert rig.stores.store(tail_item(rig, tail, 12), repair=True) == StoreOutcome.QUEUED
+    assert rig.store(tail_item(rig, tail, 12), repair=True) == StoreOutcome.QUEUED
     assert rig.transfer.drain(PATIENCE) == 0
     assert path.read_bytes() == good
     assert rig.transfer.take_repaired() == [tail.key]
@@ -141,7 +141,7 @@ def test_an_engine_whose_layout_is_unknown_has_no_tails(backend: FaultyStorage) 
         tail = pieces(fmt, 1, 3)[-1]
         for _ in range(20):
             with pytest.raises(UnsupportedError, match="tails cannot be stored"):
-                rig.stores.store(tail_item(rig, tail, 12))
+                rig.store(tail_item(rig, tail, 12))
         assert rig.chunks_in_use == 0
 
 
@@ -152,7 +152,7 @@ def test_a_tail_that_was_read_ahead_is_taken_from_memory(tmp_path: Path) -> None
         put(rig, tail)
     with closing(Rig(posix(tmp_path / "shelf"), fmt)) as rig:
         ahead = ReadAhead(rig.context, rig.loads)
-        ahead.add("r", [tail])
+        ahead.add("r", rig.view, [tail])
         until(lambda: rig.context.places.leading([tail]) == 1)
         for shard in range(fmt.shards):
             rig.path(tail, shard).unlink()

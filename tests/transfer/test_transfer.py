@@ -134,7 +134,7 @@ def test_bad_object_is_logged_once_and_repaired_by_the_next_store(
     assert len([r for r in caplog.records if chunks[2].key.hex() in r.getMessage()]) == 1
 
     item = rig.items(chunks, 0)[2]
-    assert rig.stores.store(item, repair=True, age=1e9) == StoreOutcome.QUEUED
+    assert rig.store(item, repair=True, age=1e9) == StoreOutcome.QUEUED
     assert rig.transfer.drain(PATIENCE) == 0
     assert rig.transfer.take_repaired() == [chunks[2].key]
     assert rig.transfer.take_repaired() == []
@@ -149,7 +149,7 @@ def test_what_was_repaired_is_remembered_within_bounds(
         chunks = make_chunks(rig.fmt, 3)
         rig.put(chunks)
         for item in rig.items(chunks, 0):
-            assert rig.stores.store(item, repair=True) == StoreOutcome.QUEUED
+            assert rig.store(item, repair=True) == StoreOutcome.QUEUED
             assert rig.transfer.drain(PATIENCE) == 0
         assert rig.transfer.take_repaired() == [chunk.key for chunk in chunks[1:]]
         assert rig.transfer.take_repaired() == []
@@ -160,7 +160,7 @@ def test_a_good_object_is_never_replaced_by_a_repair(rig: Rig) -> None:
     rig.put([chunk])
     before = rig.path(chunk, 0).stat()
     (item,) = rig.items([chunk], 0)
-    assert rig.stores.store(item, repair=True) == StoreOutcome.QUEUED
+    assert rig.store(item, repair=True) == StoreOutcome.QUEUED
     rig.transfer.drain(PATIENCE)
     after = rig.path(chunk, 0).stat()
     assert (before.st_ino, before.st_mtime_ns) == (after.st_ino, after.st_mtime_ns)
@@ -184,10 +184,10 @@ def test_a_callback_that_raises_ends_no_thread(rig: Rig, caplog: pytest.LogCaptu
     chunks = make_chunks(rig.fmt, 4)
     for item in rig.items(chunks, 0):
         rig.fill(item)
-        assert rig.stores.store(item, on_done=fail) == StoreOutcome.QUEUED
+        assert rig.store(item, on_done=fail) == StoreOutcome.QUEUED
     assert rig.transfer.drain(PATIENCE) == 0
     for item in rig.items(chunks, 20):
-        load = rig.loads.load([item], on_done=fail)
+        load = rig.loads.load(rig.view, [item], on_done=fail)
         until(lambda load=load: load.finished)
         assert load.failed_at is None
     rig.put(make_chunks(rig.fmt, 1, 7))
@@ -203,7 +203,7 @@ def test_a_full_pool_drops_stores_and_keeps_loads_going(rig: Rig, backend: Fault
     rig.put(stored)
     gate = threading.Event()
     backend.add(Fault("write", wait=gate))
-    outcomes = [rig.stores.store(item) for item in rig.items(make_chunks(rig.fmt, 12, 7), 0)]
+    outcomes = [rig.store(item) for item in rig.items(make_chunks(rig.fmt, 12, 7), 0)]
     assert outcomes.count(StoreOutcome.STAGING_FULL) > 0
     assert outcomes.index(StoreOutcome.STAGING_FULL) == outcomes.count(StoreOutcome.QUEUED)
     assert rig.count("dropped_chunks_staging_full") == outcomes.count(StoreOutcome.STAGING_FULL)
@@ -238,7 +238,7 @@ def test_a_bound_of_the_shelf_drops_stores_before_they_take_memory(rig: Rig) -> 
     rig.put(stored)
     assert bound.written == rig.count("stored_bytes") + len(rig.fmt.namespace.encoded)
     bound.left = 1
-    outcomes = [rig.stores.store(item) for item in rig.items(more, 0)]
+    outcomes = [rig.store(item) for item in rig.items(more, 0)]
     assert outcomes == [StoreOutcome.NO_ROOM] + [StoreOutcome.PARENT_DROPPED] * 2
     assert rig.chunks_in_use == 0
     assert rig.count("dropped_chunks_no_room") == 1
@@ -253,7 +253,7 @@ def test_a_bound_that_is_reached_while_a_store_is_queued_drops_it(
     gate = threading.Event()
     backend.add(Fault("stat", wait=gate))
     (item,) = rig.items(make_chunks(rig.fmt, 1, 7), 0)
-    assert rig.stores.store(item) == StoreOutcome.QUEUED
+    assert rig.store(item) == StoreOutcome.QUEUED
     bound.left = rig.fmt.object_size(0)  # not for all objects of the chunk
     gate.set()
     assert rig.transfer.drain(PATIENCE) == 0
@@ -262,7 +262,7 @@ def test_a_bound_that_is_reached_while_a_store_is_queued_drops_it(
     assert rig.guard.writes.is_closed, "this says nothing about the storage"
     assert not caplog.records
     bound.left = 1 << 40
-    assert rig.stores.store(item, age=PATIENCE) == StoreOutcome.QUEUED, "it is not published"
+    assert rig.store(item, age=PATIENCE) == StoreOutcome.QUEUED, "it is not published"
 
 
 def test_a_store_that_fails_takes_those_behind_it_out_of_the_queue(
@@ -275,7 +275,7 @@ def test_a_store_that_fails_takes_those_behind_it_out_of_the_queue(
     ended: list[str] = []
     for item in rig.items(chunks, 0):
         rig.fill(item)
-        outcome = rig.stores.store(
+        outcome = rig.store(
             item,
             age=60.0,
             on_done=lambda chunk, result: ended.append(f"{chunk.index} {result.value}"),
@@ -294,7 +294,7 @@ def test_a_store_that_fails_takes_those_behind_it_out_of_the_queue(
 def test_a_gather_that_fails_gives_its_buffers_back(rig: Rig) -> None:
     (chunk,) = make_chunks(rig.fmt, 1)
     with pytest.raises(ValueError, match="slot_mapping"):
-        rig.stores.store(ChunkSlots(chunk, torch.tensor([0, 10_000])))
+        rig.store(ChunkSlots(chunk, torch.tensor([0, 10_000])))
     assert rig.chunks_in_use == 0
     rig.put([chunk])
     assert rig.load([chunk], 20)[0].failed_at is None
@@ -341,10 +341,10 @@ def test_a_storage_that_takes_no_writes_pauses_stores_only(
     rig.put(stored)
     backend.add(Fault("write", error=error))
     first, second, third = rig.items(make_chunks(rig.fmt, 3, 7), 0)
-    assert rig.stores.store(first) == StoreOutcome.QUEUED
+    assert rig.store(first) == StoreOutcome.QUEUED
     assert rig.transfer.drain(PATIENCE) == 0
-    assert rig.stores.store(second) == StoreOutcome.UNAVAILABLE
-    assert rig.stores.store(third) == StoreOutcome.UNAVAILABLE
+    assert rig.store(second) == StoreOutcome.UNAVAILABLE
+    assert rig.store(third) == StoreOutcome.UNAVAILABLE
     assert rig.count("dropped_chunks_error") == 1
     assert rig.count("dropped_chunks_unavailable") == 2
     assert len([r for r in caplog.records if "takes no stores" in r.getMessage()]) == 1
@@ -358,10 +358,7 @@ def test_a_read_only_shelf_costs_no_gather(tmp_path: Path, monkeypatch: pytest.M
     with closing(Rig(ReadOnlyBackend(posix(tmp_path / "shelf")))) as rig:
         gathered: list[object] = []
         monkeypatch.setattr(rig.cache, "gather", lambda *chunk: gathered.append(chunk))
-        assert (
-            rig.stores.store(rig.items(make_chunks(rig.fmt, 1, 7), 0)[0])
-            == StoreOutcome.UNAVAILABLE
-        )
+        assert rig.store(rig.items(make_chunks(rig.fmt, 1, 7), 0)[0]) == StoreOutcome.UNAVAILABLE
         assert not gathered
         assert rig.load(chunks, 20)[0].failed_at is None
 
@@ -387,10 +384,7 @@ def test_loads_that_hang_are_given_up_and_later_ones_fail_at_once(
         assert rig.count("load_failures_unavailable") == 1
         # The second read may be noticed a moment later.
         until(lambda: rig.count("late_calls") >= rig.count("stuck_threads") >= 2)
-        assert (
-            rig.stores.store(rig.items(make_chunks(rig.fmt, 1, 7), 0)[0])
-            == StoreOutcome.UNAVAILABLE
-        )
+        assert rig.store(rig.items(make_chunks(rig.fmt, 1, 7), 0)[0]) == StoreOutcome.UNAVAILABLE
         gate.set()
         until(lambda: rig.shelf.available)
         until(lambda: rig.chunks_in_use == 0)
@@ -428,7 +422,7 @@ def test_a_load_that_is_slower_than_computing_is_cut(backend: FaultyStorage, arr
         # It may take for ever, but not with so many chunks only.
         patience = [PATIENCE * 10] * 4
         patience[arrives] = 0.0
-        rig.transfer.load("r", {rig.fmt.kind: items}, patience)
+        rig.start("r", items, patience)
         while not (loads := rig.transfer.poll(0.01)):
             assert rig.transfer.loading
         (load,) = loads
@@ -454,7 +448,7 @@ def test_few_chunks_are_read_at_once(backend: FaultyStorage, at_once: int) -> No
             for chunk, gate in zip(chunks, gates, strict=True)
         ]
         items = rig.items(chunks, 20)
-        rig.transfer.load("r", {rig.fmt.kind: items}, at_once=at_once)
+        rig.start("r", items, at_once=at_once)
         for leading, gate in enumerate(gates):
             window = faults[leading : leading + at_once]
             until(lambda window=window: all(fault.times != 100 for fault in window))
@@ -473,7 +467,7 @@ def test_beside_a_load_with_such_a_bound_no_other_is_read(backend: FaultyStorage
         last = backend.add(Fault("read", f"*{first[-1].key.hex()}*", wait=gate))
         others = backend.add(Fault("read", f"*{second[0].key.hex()}*", times=100))
         for name, chunks in (("r", first), ("s", second)):
-            rig.transfer.load(name, {rig.fmt.kind: rig.items(chunks, 20)}, at_once=1)
+            rig.start(name, rig.items(chunks, 20), at_once=1)
         # The last chunk of the first is being read: nothing of it is left that others delay.
         until(lambda: others.times < 100)
         assert rig.count("loaded_bytes") >= 3 * rig.fmt.shards
@@ -494,14 +488,14 @@ def test_stores_that_hang_are_given_up_and_loads_go_on(
         prompts = [make_chunks(rig.fmt, 1, seed)[0] for seed in (7, 8)]
         for item in rig.items(prompts, 0):
             rig.fill(item)
-            outcome = rig.stores.store(item, on_done=lambda _, result: ended.append(result.value))
+            outcome = rig.store(item, on_done=lambda _, result: ended.append(result.value))
             assert outcome == StoreOutcome.QUEUED
         until(lambda: ended == ["failed", "failed"])
         until(lambda: rig.shelf.read_only)
         # Nobody waits for what the storage keeps, nor uses its buffers.
         assert rig.transfer.drain(PATIENCE) == 0
         assert rig.chunks_in_use == 2
-        assert rig.stores.store(rig.items(prompts, 0)[0]) == StoreOutcome.UNAVAILABLE
+        assert rig.store(rig.items(prompts, 0)[0]) == StoreOutcome.UNAVAILABLE
         assert rig.load(stored, 20)[0].failed_at is None
         gate.set()
         until(lambda: rig.chunks_in_use == 0)
@@ -524,7 +518,7 @@ def test_no_store_is_taken_that_no_thread_is_left_for(
         for item in items:
             rig.fill(item)
             # Seen missing later than any chunk was dropped: no parent was dropped after it.
-            outcome = rig.stores.store(
+            outcome = rig.store(
                 item, age=-60.0, on_done=lambda c, result: ended.__setitem__(c.index, result.value)
             )
             assert outcome == StoreOutcome.QUEUED
@@ -533,7 +527,7 @@ def test_no_store_is_taken_that_no_thread_is_left_for(
         assert rig.transfer.drain(PATIENCE) == 0
         assert rig.chunks_in_use == 1
         assert not rig.shelf.read_only
-        assert rig.stores.store(late, age=-60.0) == StoreOutcome.UNAVAILABLE
+        assert rig.store(late, age=-60.0) == StoreOutcome.UNAVAILABLE
         assert rig.count("dropped_chunks_error") == 1
         assert rig.count("dropped_chunks_unavailable") == 2
         gate.set()
@@ -562,7 +556,7 @@ def test_a_thread_that_is_given_up_as_its_call_returns_is_given_up_with_its_next
         ended: dict[int, str] = {}
         for item in rig.items(chunks, 0):
             rig.fill(item)
-            rig.stores.store(
+            rig.store(
                 item, age=-60.0, on_done=lambda c, result: ended.__setitem__(c.index, result.value)
             )
         until(lambda: ended == {0: "failed", 1: "failed"})
@@ -576,7 +570,7 @@ def test_closing_publishes_what_is_staged(rig: Rig) -> None:
     chunks = make_chunks(rig.fmt, 5)
     for item in rig.items(chunks, 0):
         rig.fill(item)
-        rig.stores.store(item)
+        rig.store(item)
     assert rig.transfer.close(PATIENCE) == 0
     assert all(rig.path(chunk, s).is_file() for chunk in chunks for s in range(rig.fmt.shards))
 
@@ -587,13 +581,13 @@ def test_closing_waits_for_a_bounded_time_and_says_what_was_lost(
     gate = threading.Event()
     backend.add(Fault("write", wait=gate))
     for item in rig.items(make_chunks(rig.fmt, 3), 0):
-        rig.stores.store(item)
+        rig.store(item)
     assert rig.transfer.close(0.05) == 3
     assert rig.count("dropped_chunks_shutdown") == 3
     # Whether or not the thread has come back by now.
-    assert rig.stores.store(rig.items(make_chunks(rig.fmt, 1, 9), 0)[0]) == StoreOutcome.UNAVAILABLE
+    assert rig.store(rig.items(make_chunks(rig.fmt, 1, 9), 0)[0]) == StoreOutcome.UNAVAILABLE
     gate.set()
-    assert rig.stores.store(rig.items(make_chunks(rig.fmt, 1, 9), 0)[0]) == StoreOutcome.UNAVAILABLE
+    assert rig.store(rig.items(make_chunks(rig.fmt, 1, 9), 0)[0]) == StoreOutcome.UNAVAILABLE
 
 
 def test_a_store_that_closing_overtakes_is_dropped_with_its_memory(
@@ -612,9 +606,9 @@ def test_a_store_that_closing_overtakes_is_dropped_with_its_memory(
     hangs, item = rig.items(make_chunks(rig.fmt, 2), 0)
     slow = ChunkSlots(item.chunk, item.slots, Slow())
     with ThreadPoolExecutor() as step:
-        assert rig.stores.store(hangs) == StoreOutcome.QUEUED
+        assert rig.store(hangs) == StoreOutcome.QUEUED
         assert writing.wait(PATIENCE)
-        outcome = step.submit(rig.stores.store, slow)
+        outcome = step.submit(rig.store, slow)
         assert inside.wait(PATIENCE)
         assert rig.transfer.close() == 1
         gate.set()
@@ -648,7 +642,7 @@ def test_where_no_thread_can_store_none_is_left_that_loads(
         none_can_be_started(monkeypatch, "kvshelf-store"),
         pytest.raises(RuntimeError, match="no thread kvshelf-store could be started"),
     ):
-        rig.begin(rig.shelf)
+        rig.begin()
     assert rig.guard.watchers == before[1]
     until(lambda: set(threading.enumerate()) <= before[0])
 

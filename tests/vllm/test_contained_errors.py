@@ -29,7 +29,7 @@ from kvshelf.vllm.metadata import StepMetadata
 from kvshelf.vllm.scheduler import SchedulerSide
 from kvshelf.vllm.scheduler.opening import Opening
 from kvshelf.vllm.scheduler.read_ahead import ReadAheadPlan
-from kvshelf.vllm.worker.registration import Registration
+from kvshelf.vllm.worker.layers import StoredLayers
 from kvshelf.vllm.worker.stores import WorkerStores
 from kvshelf.vllm.worker.weights import WorkerWeights
 from tests.sim.engine import RUNNERS, EngineModel, Request
@@ -150,20 +150,20 @@ class Conversation:
                 break
         scheduler, worker = engine.side, engine.worker.side
         assert not scheduler.requests and not scheduler.loads.planned
-        assert not worker.loads.running and not worker.stores._released
+        assert not worker.loads._ops and not worker.stores._released
 
 
 def parts_of(engine: EngineModel) -> list[object]:
     """What both sides consist of."""
     scheduler: Any = engine.side
     worker: Any = engine.worker.side
-    transfers = worker.model.transfers
+    transfers = worker.registration.transfers
     return [
         *(scheduler, *scheduler._parts, scheduler._hits, scheduler._steps, scheduler.opening),
         *(scheduler.opening.handshake, scheduler._orders, *scheduler._facts.values()),
-        *(worker, worker.loads, worker.stores, worker.weights, worker.adapters, worker.model),
-        *(worker.model.registration, worker._facts, worker._orders),
-        *(transfers, worker.model.promises, *transfers.loads.values()),
+        *(worker, worker.loads, worker.stores, worker.weights, worker.adapters),
+        *(worker.registration, worker.registration.model, worker._facts, worker._orders),
+        *(transfers, worker.registration.promises, *transfers.loads.values()),
         *transfers.stores.values(),
     ]
 
@@ -276,7 +276,7 @@ def test_an_error_at_the_end_keeps_nothing_open(
     fill(engine)
     threads = (named("kvshelf-store") | named("kvshelf-load")) - others
     assert threads
-    monkeypatch.setattr(Registration, "cancel_weights", _fail)
+    monkeypatch.setattr(StoredLayers, "cancel_weights", _fail)
     monkeypatch.setattr(Opening, "close", _fail)
     engine.worker.connector.shutdown()
     engine.connector.shutdown()
@@ -336,7 +336,7 @@ def test_why_a_worker_is_disabled_reaches_the_scheduler_when_its_first_report_is
 ) -> None:
     engine = start()
     fill(engine)
-    engine.worker.side.model.registration.disable("the caches are gone")
+    engine.worker.side.registration.model.disable("the caches are gone")
     with monkeypatch.context() as patch:
         if lost == "on its way":
             patch.setattr(engine, "deliver", lambda report: [])

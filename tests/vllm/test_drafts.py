@@ -15,10 +15,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvshelf.assembly import Assembly
 from kvshelf.config import Config
 from kvshelf.errors import UnsupportedError
-from kvshelf.metrics import Counters
+from kvshelf.format.kinds import DRAFT
 from kvshelf.shelf.view import NamespaceView
 from kvshelf.transfer import loads, transfers
 from kvshelf.vllm.groups import CacheGroups
@@ -30,9 +29,7 @@ from kvshelf.vllm.scheduler.requests import RequestState
 from kvshelf.vllm.speculation import draft_layers
 from kvshelf.vllm.worker import loads as worker_loads
 from kvshelf.vllm.worker import stores as worker_stores
-from kvshelf.vllm.worker.drafter import Drafter
-from kvshelf.vllm.worker.engine import WorkerEngine
-from kvshelf.vllm.worker.parts import Part
+from kvshelf.vllm.worker.layers import drafter_of
 from kvshelf.vllm.worker.side import WorkerSide
 from tests.sim import engine_sides as sides
 from tests.sim.engine import DRAFT_LAYER, EngineModel, Start
@@ -77,10 +74,9 @@ def chunks_of_drafter(engine: EngineModel, root: Path) -> int:
 
 def test_kv_of_a_drafter_moves_through_the_memory_of_the_model(start: Start) -> None:
     side = start().worker.side
-    assert side.drafter is not None
-    drafts = side.drafter.memory
-    assert drafts is not None and side.drafter.registration.host is None
-    assert drafts.places.memory is side.model.registration.host
+    moving = side.registration.transfers
+    assert moving is not None and side.registration.moving(DRAFT) is not None
+    assert moving.loads[DRAFT]._memory is side.registration.host
 
 
 @pytest.mark.parametrize("others_fill", [False, True])
@@ -179,8 +175,8 @@ def test_after_an_error_the_scheduler_leaves_the_drafter_out(
 
 def test_a_worker_without_its_drafter_tells_so_when_its_first_report_is_lost(start: Start) -> None:
     engine = start()
-    assert engine.worker.side.drafter is not None
-    engine.worker.side.drafter.registration.disable("an error")
+    assert engine.worker.side.registration.drafter is not None
+    engine.worker.side.registration.drafter.disable("an error")
     for reports in ((), (1,)):
         engine.deliver = lambda report, reports=reports: [report for _ in reports]
         assert not sides.drafts_of(engine.side).left_out
@@ -193,14 +189,14 @@ def test_an_error_of_the_drafter_in_a_worker_leaves_the_models_kv_alone(
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     first, second = start(), start()
-    drafter_of_worker = (second if where == "slots_to_load" else first).worker.side.drafter
-    assert drafter_of_worker is not None
+    failing_engine = second if where == "slots_to_load" else first
     module = worker_loads if where == "slots_to_load" else worker_stores
-    compute, memory = getattr(module, where), drafter_of_worker.memory
-    assert memory is not None
+    compute = getattr(module, where)
+    drafts = failing_engine.worker.side.registration.moving(DRAFT)
+    assert drafts is not None
 
     def failing(slots: Any, *args: Any, **options: Any) -> Any:
-        return _fail() if slots is memory.slots else compute(slots, *args, **options)
+        return _fail() if slots is drafts.slots else compute(slots, *args, **options)
 
     monkeypatch.setattr(module, where, failing)
     first.run(prompt(30))
@@ -257,10 +253,7 @@ def test_only_the_last_stage_has_a_drafter(tmp_path: Path) -> None:
             compilation_config=None,
             speculative_config=drafter(),
         )
-        engine = WorkerEngine(config, Config(), rank=rank)
-        assembly = Assembly(Config(), Counters(), lambda: None)
-        side = Drafter.of(engine, Part(engine, assembly, assembly.counters), assembly.counters)
-        assert (side is not None) is has
+        assert (drafter_of(config, Config(), rank=rank) is not None) is has
 
 
 @settings(max_examples=6, deadline=None)

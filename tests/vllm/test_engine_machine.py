@@ -32,7 +32,7 @@ from kvshelf.errors import TransientStorageError
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.tiers import tiered
 from kvshelf.vllm.scheduler import handovers
-from kvshelf.vllm.worker import registration
+from kvshelf.vllm.worker import memory
 from tests.native.emulation import emulation, library_path
 from tests.sim import engine_sides as sides
 from tests.sim.engine import DRAFT_LAYER, DRAFTING, RUNNERS, EngineModel
@@ -115,7 +115,7 @@ class EnginesOfOneShelf(RuleBasedStateMachine):
         plain = model == "plain"
         self.patch.setattr(handovers, "MAX_WAITING", most_waiting)
         # As many threads load on each machine: each has a spare slot in memory.
-        self.patch.setattr(registration, "_MOST_IDLE_CORES", 1)
+        self.patch.setattr(memory, "_MOST_IDLE_CORES", 1)
         if model in FEW_BLOCKS:
             self.start_published(model, drafts, data)
             return

@@ -30,7 +30,6 @@ from kvshelf.shelf.shelf import Shelf
 from kvshelf.vllm.metadata import LoadOp, StepMetadata, StoreOp, WorkerMetadata
 from kvshelf.vllm.namespace import build_namespace
 from kvshelf.vllm.scheduler.opening import ranks_with
-from kvshelf.vllm.worker.engine import WorkerEngine
 from kvshelf.vllm.worker.side import WorkerSide
 from tests.sim.engine_caches import (
     MODELS,
@@ -132,12 +131,16 @@ class HybridWorker(PagedCaches):
             **constants.taken({"memory_bytes": 8 << 20, **options}),
         )
         self.side = WorkerSide(
-            WorkerEngine(self.vllm_config, self.options, self.config, rank, lambda device: streams),
+            self.vllm_config,
+            self.options,
             Assembly(self.options, Counters(), lambda: shelf),
+            self.config,
+            rank,
+            streams=lambda device: streams,
             others_fill=others_fill,
         )
         self.side.register(self.caches)
-        self.registered = self.side.model.registration.caches
+        self.registered = self.side.registration.model.caches
 
     def of(self, kind: Kind) -> list[int]:
         """The numbers of the groups of a kind."""
@@ -211,7 +214,7 @@ def rig(tmp_path: Path) -> Iterator[Rig]:
 def open_in(worker: HybridWorker, namespace: Namespace) -> None:
     """Announce a namespace to a worker."""
     worker.step(StepMetadata(namespace=(namespace.encoded, namespace.slug)))
-    assert worker.side.model.registration.serves, worker.side.model.registration
+    assert worker.side.registration.model.serves, worker.side.model.registration
     worker.namespace_open = namespace
 
 
@@ -367,8 +370,8 @@ def test_a_window_that_only_vllm_s_specification_states_is_in_the_record(rig: Ri
     known, worker = rig.worker("gemma").namespace(), rig.worker("gemma")
     for layer in worker.layers.values():
         del layer.sliding_window
-    worker.side.model.registration.register(worker.caches)
-    worker.registered = worker.side.model.registration.caches
+    worker.side.registration.register(worker.caches)
+    worker.registered = worker.side.registration.model.caches
     assert worker.namespace() == known
 
 
@@ -379,7 +382,7 @@ def test_a_state_that_lies_elsewhere_is_refused(rig: Rig) -> None:
     for parts in ((second, first), (first,), (first, second.clone()), (first.float(), second), ()):
         worker.layers[name].kv_cache = parts
         with pytest.raises(UnsupportedError, match=rf"state of layer {name} does not lie"):
-            worker.side.model.registration.register(worker.caches)
+            worker.side.registration.register(worker.caches)
 
 
 # ------------------------------------------------------------------------- stores and loads
@@ -551,7 +554,7 @@ def test_a_state_of_another_form_after_sleep_ends_caching(rig: Rig) -> None:
     name = reader.names[0][0]
     reader.layers[name].kv_cache = reader.layers[name].kv_cache[:1]
     reader.side.wake_up()
-    assert reader.side.model.registration.disabled_reason
+    assert reader.side.registration.model.disabled_reason
 
 
 # ------------------------------------------------------------------------- drafters
@@ -579,8 +582,8 @@ WINDOW_DRAFTS = ["the model's windows", "windows of its own"]
 @pytest.mark.parametrize("place", WINDOW_DRAFTS)
 def test_a_drafter_with_windows_is_left_out(rig: Rig, place: str) -> None:
     writer, reader = (rig.engine(with_drafter(place)) for _ in range(2))
-    assert reader.side.drafter is not None
-    assert "sliding windows" in reader.side.drafter.registration.disabled_reason
+    assert reader.side.registration.drafter is not None
+    assert "sliding windows" in reader.side.registration.drafter.disabled_reason
     chunks = chunks_of(writer.namespace_open, 3)
     put(writer, chunks)
     op = load_op(reader, chunks, tables(reader, 48, 9))
@@ -653,4 +656,4 @@ def test_layers_that_do_not_tell_their_drafts_are_refused(rig: Rig) -> None:
         for name in worker.names[number]:
             del worker.layers[name].num_spec
     with pytest.raises(UnsupportedError, match="remove --speculative-config"):
-        worker.side.model.registration.register(worker.caches)
+        worker.side.registration.register(worker.caches)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 pytest.importorskip("vllm")
 
-import torch
 
 from kvshelf.config import DEFAULT_MEMORY, Config
 from kvshelf.format.kinds import FULL, STATE, Kind
@@ -18,15 +18,13 @@ from kvshelf.format.model import ModelFacts
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.kv.topology import ShardPlan
 from kvshelf.memory.ring import rounded
-from kvshelf.metrics import Counters
 from tests.support.formats import format_of_kinds
 
 with warnings.catch_warnings():
     # Importing vLLM warns of what torch and others deprecate.
     warnings.simplefilter("ignore")
-    from kvshelf.vllm.worker import registration
-    from kvshelf.vllm.worker.engine import WorkerEngine
-    from kvshelf.vllm.worker.registration import Registration
+    from kvshelf.vllm.worker import memory
+    from kvshelf.vllm.worker.memory import device_ring, io_threads, take_memory
     from tests.sim.engine_caches import make_config
     from tests.sim.engine_sides import LoneWorker
 
@@ -40,11 +38,13 @@ MODELS = {
 }
 #: What each kind has: its objects, and the shards of a rank.
 Kinds = dict[Kind, tuple[ObjectFormat, ShardPlan]]
+Taken = Callable[..., int]
+OPTIONS = Config.load({"shared_storage_path": "/nowhere"})
 
 
-def registration_of(ranks: int, tokens: int, rank: int = 0) -> Registration:
-    """A registration of an engine with so many ranks and tokens in a step."""
-    vllm_config = SimpleNamespace(
+def engine_of(ranks: int, tokens: int) -> Any:
+    """The configuration of an engine with so many ranks and tokens in a step."""
+    return SimpleNamespace(
         parallel_config=SimpleNamespace(
             tensor_parallel_size=ranks,
             local_world_size=ranks,
@@ -55,10 +55,6 @@ def registration_of(ranks: int, tokens: int, rank: int = 0) -> Registration:
         ),
         scheduler_config=SimpleNamespace(max_num_batched_tokens=tokens),
     )
-    config = Config.load({"shared_storage_path": "/nowhere"})
-    made = Registration(WorkerEngine(vllm_config, config, rank=rank), Counters())
-    made.caches = SimpleNamespace(device=torch.device("cpu"))  # type: ignore[assignment]
-    return made
 
 
 def kinds_of(model: str) -> Kinds:
@@ -77,21 +73,22 @@ def chunk_bytes(kinds: Kinds, kind: Kind = FULL) -> int:
     return sum(rounded(fmt.object_size(shard)) for shard in plan.shards)
 
 
-def spare_bytes(made: Registration, kinds: Kinds) -> int:
+def spare_bytes(engine: Any, kinds: Kinds) -> int:
     """Bytes of the slots that only loads may have: one of each kind for each thread."""
-    threads = made.io_threads()[0] + 1
+    threads = io_threads(engine, on_device=False)[0] + 1
     return threads * sum(chunk_bytes(kinds, kind) for kind in kinds)
 
 
 @pytest.fixture
-def taken(monkeypatch: pytest.MonkeyPatch) -> Callable[[Registration, Kinds], int]:
-    """Let a registration take its memory on a machine with a terabyte; return how many bytes."""
-    monkeypatch.setattr(registration, "memory_limit", lambda: 1 << 40)
+def taken(monkeypatch: pytest.MonkeyPatch) -> Taken:
+    """Let a worker take its memory on a machine with a terabyte; return how many bytes."""
+    monkeypatch.setattr(memory, "memory_limit", lambda: 1 << 40)
 
-    def take(made: Registration, kinds: Kinds) -> int:
-        memory = made._take_host(kinds)
-        memory.close()
-        return memory.nbytes
+    def take(engine: Any, kinds: Kinds, rank: int = 0) -> int:
+        threads = io_threads(engine, on_device=False)[0] + 1
+        host = take_memory(engine, OPTIONS, kinds, threads=threads, rank=rank)
+        host.close()
+        return host.nbytes
 
     return take
 
@@ -99,17 +96,17 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> Callable[[Registration, Kinds], in
 @pytest.mark.parametrize("tokens", [8192, 16384])
 @pytest.mark.parametrize("model", MODELS)
 def test_four_steps_fit_into_memory_and_one_into_the_device_ring_by_default(
-    taken: Callable[[Registration, Kinds], int],
+    taken: Taken,
     caplog: pytest.LogCaptureFixture,
     model: str,
     tokens: int,
 ) -> None:
     kinds = kinds_of(model)
-    made = registration_of(MODELS[model][3], tokens)
+    engine = engine_of(MODELS[model][3], tokens)
     chunks = tokens // 256
     step = chunks * chunk_bytes(kinds)
-    assert taken(made, kinds) == 4 * step + spare_bytes(made, kinds)
-    assert made._ring(FULL) >= chunks
+    assert taken(engine, kinds) == 4 * step + spare_bytes(engine, kinds)
+    assert device_ring(engine, OPTIONS, FULL) >= chunks
     # A quarter of what is free beside an engine with --gpu-memory-utilization 0.92.
     gpu = 80 * GIB if tokens == 8192 else 180 * GIB
     assert step < gpu * 0.08 / 4
@@ -117,53 +114,53 @@ def test_four_steps_fit_into_memory_and_one_into_the_device_ring_by_default(
 
 
 def test_memory_for_small_steps_is_the_least_that_an_engine_takes(
-    taken: Callable[[Registration, Kinds], int],
+    taken: Taken,
 ) -> None:
-    assert taken(registration_of(1, 256), kinds_of("Llama 3 8B")) == DEFAULT_MEMORY
+    assert taken(engine_of(1, 256), kinds_of("Llama 3 8B")) == DEFAULT_MEMORY
 
 
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_ranks_take_a_sixteenth_of_the_machine_together_where_four_steps_need_more(
-    taken: Callable[[Registration, Kinds], int], monkeypatch: pytest.MonkeyPatch, ranks: int
+    taken: Taken, monkeypatch: pytest.MonkeyPatch, ranks: int
 ) -> None:
-    monkeypatch.setattr(registration, "memory_limit", lambda: 64 * GIB * ranks)
-    assert taken(registration_of(ranks, 1 << 20), kinds_of("Llama 3 8B")) == 4 * GIB
+    monkeypatch.setattr(memory, "memory_limit", lambda: 64 * GIB * ranks)
+    assert taken(engine_of(ranks, 1 << 20), kinds_of("Llama 3 8B")) == 4 * GIB
 
 
 def test_memory_holds_the_spare_slots_and_three_chunks_on_a_small_machine(
-    taken: Callable[[Registration, Kinds], int], monkeypatch: pytest.MonkeyPatch
+    taken: Taken, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(registration, "DEFAULT_MEMORY", 1)
-    monkeypatch.setattr(registration, "memory_limit", lambda: 1)
+    monkeypatch.setattr(memory, "DEFAULT_MEMORY", 1)
+    monkeypatch.setattr(memory, "memory_limit", lambda: 1)
     fmt = format_of_kinds({FULL: 2, STATE: 2}, chunk_size=2048)
     whole = ShardPlan.whole(2)
     kinds: Kinds = {kind: (fmt.of(kind), whole) for kind in (FULL, STATE)}
-    made = registration_of(1, 8192)
+    engine = engine_of(1, 8192)
     chunk = chunk_bytes(kinds) + chunk_bytes(kinds, STATE)
-    assert taken(made, kinds) == spare_bytes(made, kinds) + 3 * chunk
+    assert taken(engine, kinds) == spare_bytes(engine, kinds) + 3 * chunk
 
 
 def test_a_step_counts_states_for_a_quarter_of_its_chunks(
-    taken: Callable[[Registration, Kinds], int], monkeypatch: pytest.MonkeyPatch
+    taken: Taken, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(registration, "DEFAULT_MEMORY", 1)
+    monkeypatch.setattr(memory, "DEFAULT_MEMORY", 1)
     fmt = format_of_kinds({FULL: 2, STATE: 2}, chunk_size=256)
     kinds: Kinds = {kind: (fmt.of(kind), ShardPlan.whole(2)) for kind in (FULL, STATE)}
-    made = registration_of(1, 10 * 256)
+    engine = engine_of(1, 10 * 256)
     step = 10 * chunk_bytes(kinds) + 3 * chunk_bytes(kinds, STATE)
-    assert taken(made, kinds) == 4 * step + spare_bytes(made, kinds)
+    assert taken(engine, kinds) == 4 * step + spare_bytes(engine, kinds)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_the_first_rank_warns_of_a_step_that_stores_cannot_hold(
-    taken: Callable[[Registration, Kinds], int],
+    taken: Taken,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     rank: int,
 ) -> None:
-    monkeypatch.setattr(registration, "memory_limit", lambda: 24 * GIB)
+    monkeypatch.setattr(memory, "memory_limit", lambda: 24 * GIB)
     kinds = kinds_of("Llama 3 8B")
-    nbytes = taken(registration_of(1, 8192, rank), kinds)
+    nbytes = taken(engine_of(1, 8192), kinds, rank)
     step = 32 * chunk_bytes(kinds)
     # Two threads have a spare slot each.
     for_stores = (nbytes - 2 * chunk_bytes(kinds)) // 2

@@ -438,13 +438,13 @@ def test_load_tells_from_which_token_on_it_brought_no_kv_of_the_drafter(
     for path in Path(backend.url, drafts.folder).rglob(f"*-{lost}-*"):
         path.unlink()
     side = reader.worker.side
-    assert side.drafter is not None and side.model.transfers is not None
-    moving = side.model.transfers.loads[DRAFT]
+    assert side.registration.drafter is not None and side.registration.transfers is not None
+    moving = side.registration.transfers.loads[DRAFT]
     # Each step announces the namespace, until all ranks are heard.
-    side.drafter.announced((drafts.encoded, drafts.slug))
-    assert side.model.transfers.loads[DRAFT] is moving
+    side.registration.open_drafts(drafts.encoded, drafts.slug)
+    assert side.registration.transfers.loads[DRAFT] is moving
     if lost == "the drafter":
-        side.drafter.registration.disable("a test")
+        side.registration.drafter.disable("a test")
 
     def deliver(report: WorkerMetadata | None) -> list[WorkerMetadata | None]:
         for _, facts in () if report is None else report.facts.get(0, ()):

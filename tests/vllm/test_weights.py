@@ -6,7 +6,6 @@ import contextlib
 import inspect
 import sys
 import tempfile
-import threading
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -30,7 +29,6 @@ from kvshelf.vllm.worker.weights import WorkerWeights
 from kvshelf.weights.parameters import ParameterDigest
 from tests.sim import engine_sides as sides
 from tests.sim.engine import EngineModel, Rank, Start
-from tests.sim.storage import Fault, FaultyStorage
 from tests.support.prompts import prompt
 from tests.support.waiting import until
 
@@ -510,23 +508,23 @@ def test_call_that_may_write_begins_a_comparison_and_is_named_when_it_interrupts
 
 
 def test_hits_are_offered_when_all_ranks_serve_the_new_weights(
-    start: Start, backend: FaultyStorage
+    start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     writer = start(ranks=2)
     change(writer, 1.0, writer.ranks)
     named(writer)
     writer.run(prompt(20))
-    gate, reader = threading.Event(), start(ranks=2)
-    # Rank 1 still publishes what was computed with the weights of the start.
-    backend.add(Fault("write", "*-1of2.safetensors", wait=gate))
-    reader.add("early", prompt(20, 2))
-    reader.finish()
+    reader = start(ranks=2)
+    reader.run(prompt(20, 2))
+    late = reader.ranks[1].side.registration
+    # Rank 1 is not there yet, as where it gets no threads.
+    monkeypatch.setattr(late, "open", lambda encoded, slug: False)
     change(reader, 1.0, reader.ranks)
     named(reader)
     reader.add("late", prompt(20))
     reader.finish()
     assert reader.loaded("late") == 0
-    gate.set()
+    monkeypatch.undo()
     until(lambda: reader.step() is not None and not reader.side.opening.handshake.announcing)
     assert reader.run(prompt(20)) == [16]
     assert not reader.failed

@@ -16,12 +16,12 @@ pytest.importorskip("vllm")
 import torch
 
 from kvshelf.vllm.metadata import BY_PARAMETERS, LoadOp, PrefetchOp, StepMetadata
-from kvshelf.vllm.worker import parts
+from kvshelf.vllm.namespace import build_namespace
 from kvshelf.weights.fingerprints import weights_fingerprint
 from tests.sim.engine_caches import make_config
 from tests.sim.engine_sides import LoneWorker, next_number, store_op
 from tests.sim.storage import Fault, FaultyStorage
-from tests.support.waiting import until
+from tests.support.waiting import until, while_patient
 
 # ------------------------------------------------------------------------- weights
 
@@ -169,31 +169,50 @@ def test_weights_that_change_in_place_end_loads_and_stores_at_once(
     assert not rig.disabled_reason()
 
 
-@pytest.mark.parametrize("stuck", [False, True])
-def test_new_weights_wait_for_a_while_for_what_is_gathered_of_earlier_ones(
-    make_worker: Callable[..., LoneWorker],
-    backend: FaultyStorage,
-    monkeypatch: pytest.MonkeyPatch,
-    stuck: bool,
+def test_stores_of_earlier_weights_are_published_beside_those_of_new_ones(
+    make_worker: Callable[..., LoneWorker], backend: FaultyStorage
 ) -> None:
     rig = make_worker()
     gate = threading.Event()
     backend.add(Fault("write", "*.safetensors", wait=gate))
-    (chunk,), fmt = rig.chunks(1), rig.fmt
-    rig.step(StepMetadata(stores=[store_op(chunk, [1, 2])]))
+    (early,) = rig.chunks(1)
+    paths = [rig.path(early)]
+    rig.step(StepMetadata(stores=[store_op(early, [1, 2])]))
     rig.connector.weights_changed()
-    if stuck:
-        monkeypatch.setattr(parts, "_PUBLISH_SECONDS", 0.0)
+    named = rig.namespace("user:new")
 
     def opens() -> bool:
-        rig.step(StepMetadata(namespace=rig.namespace("user:new"), weights_round=1))
-        found = rig.side.model.registration.namespace
-        return found is not None and found.encoded != fmt.namespace.encoded
+        rig.step(StepMetadata(namespace=named, weights_round=1))
+        found = rig.side.registration.model.namespace
+        return found is not None and found.encoded == named[0]
 
-    assert opens() is stuck
-    gate.set()
     until(opens)
-    assert rig.counts.get("dropped_chunks_weights_changed", 0) == stuck
+    (late,) = rig.chunks(1)
+    paths.append(rig.path(late))
+    assert paths[0].parent != paths[1].parent
+    rig.step(StepMetadata(stores=[store_op(late, [3, 4], round=1)], weights_round=1))
+    assert not any(path.exists() for path in paths)
+    gate.set()
+    rig.drain()
+    assert all(path.exists() for path in paths)
+    assert rig.counts.get("dropped_chunks_weights_changed", 0) == 0
+
+
+def test_namespace_with_objects_of_other_sizes_disables_the_worker(
+    make_worker: Callable[..., LoneWorker],
+) -> None:
+    rig = make_worker()
+    config = rig.connector.config
+    larger = config.model_copy(update={"chunk_size": 2 * config.chunk_size})
+    other = build_namespace(rig.config, larger, [rig.report()], "user:new")
+    rig.connector.weights_changed()
+    model = rig.side.registration.model
+    for _ in while_patient():
+        rig.step(StepMetadata(namespace=(other.encoded, other.slug), weights_round=1))
+        if model.disabled_reason:
+            break
+    assert "other sizes than those for which memory was taken" in model.disabled_reason
+    assert rig.side.registration.serving is None
 
 
 def test_random_weights_are_of_use_to_nobody_else(

@@ -73,6 +73,7 @@ from kvshelf.memory.chunk_memory import ChunkMemory
 from kvshelf.metrics import Counters
 from kvshelf.shelf.lookup import LookupService
 from kvshelf.shelf.shelf import Shelf
+from kvshelf.shelf.view import ShelfView
 from kvshelf.tiers.disk_tier import DiskTier
 from kvshelf.transfer.transfers import Transfers
 
@@ -709,8 +710,16 @@ class ChunkCache:
 
     @property
     def transfer(self) -> Transfers:
-        """The store and load pipelines, for engines that track requests chunk by chunk."""
+        """The store and load pipelines, for engines that track requests chunk by chunk.
+
+        Their methods are given :attr:`objects`.
+        """
         return self._parts.transfer
+
+    @property
+    def objects(self) -> ShelfView:
+        """The objects of this kind on the shelf and the disk tier."""
+        return self._parts.view
 
     @property
     def lookups(self) -> LookupService:

@@ -247,7 +247,9 @@ class _Loading(Generic[T]):
             # Of the full chunks, those before the first are in use as well.
             parts.note_used(whole if parts.fmt.kind == FULL else chunks)
         try:
-            load = parts.loads.load(self._items(chunks), early=self._early, on_done=self._ended)
+            load = parts.loads.load(
+                parts.view, self._items(chunks), early=self._early, on_done=self._ended
+            )
         except BaseException:  # the cache was closed
             self.handle.finish()
             raise
@@ -349,6 +351,7 @@ class _Storing:
         parts, begin = self._parts, time.monotonic()
         for number, item in enumerate(items):
             outcome = parts.transfer.stores[parts.fmt.kind].store(
+                parts.view,
                 item,
                 repair=parts.shared.failed.is_bad(parts.kind_key(item.chunk)),
                 age=time.monotonic() - begin,

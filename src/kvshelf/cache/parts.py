@@ -45,7 +45,7 @@ from kvshelf.metrics import Counters
 from kvshelf.shelf.failed_keys import FailedKeys
 from kvshelf.shelf.lookup import Lookup, LookupService
 from kvshelf.shelf.shelf import Shelf
-from kvshelf.shelf.view import ObjectRef
+from kvshelf.shelf.view import ObjectRef, ShelfView
 from kvshelf.tiers.disk_tier import DiskTier
 from kvshelf.tiers.memory_tier import MemoryTier
 from kvshelf.tiers.tiered import Tier, TieredShelf
@@ -122,6 +122,8 @@ class KindParts:
     ----------
     bound : tuple of KVCache and int, or None
         The caches for calls without KV, and how many slots they have, where that is known.
+    view : ShelfView
+        The objects of the kind that loads and stores move.
     places : ChunkPlaces
         How the kind's chunks lie in memory.
     tiers : dict of str to Tier
@@ -142,6 +144,8 @@ class KindParts:
         self.tiers: dict[str, Tier] = {"memory": MemoryTier(self.places)}
         if shared.disk_tier is not None:
             self.tiers["disk"] = shared.disk_tier
+        near = [] if shared.disk_tier is None else [shared.disk_tier]
+        self.view: ShelfView = TieredShelf(shared.shelf, near).view(fmt)
         self._transfer: Transfers | None = None
 
     # ------------------------------------------------------------- keys
@@ -269,10 +273,9 @@ class KindParts:
             shared.check_open()
             if self._transfer is None:
                 loading, storing = self._io_threads
-                near = [] if shared.disk_tier is None else [shared.disk_tier]
-                shelf = TieredShelf(shared.shelf, near)
                 context = TransferContext(
-                    shelf.view(self.fmt),
+                    self.fmt,
+                    shared.shelf.backend,
                     None if self.bound is None else self.bound[0],
                     shared.memory,
                     shared.counters,

@@ -14,15 +14,16 @@ from typing import Final
 
 import torch
 
+from kvshelf.backends.guard import GuardedBackend
 from kvshelf.format.keys import Chunk
 from kvshelf.format.kinds import DRAFT, FULL, STATE, Kind
+from kvshelf.format.objects import ObjectFormat
 from kvshelf.kv.caches import KVCache, KVMemory
 from kvshelf.kv.topology import ShardPlan
 from kvshelf.logs import RateLimitedLog
 from kvshelf.memory.chunk_memory import ChunkMemory, ChunkPlaces
 from kvshelf.metrics import Counters
 from kvshelf.shelf.threads import StorageThreads
-from kvshelf.shelf.view import ShelfView
 
 logger = logging.getLogger("kvshelf.transfer")
 
@@ -55,14 +56,17 @@ class ChunkSlots:
 
 @dataclass(eq=False)
 class TransferContext:
-    """The objects, the caches and the memory of one kind of KV, and how its chunks are counted.
+    """The caches and the memory of one kind of KV, and how its chunks are counted.
 
-    The log has at most ten lines a minute, and one for each object.
+    Nothing of it depends on the weights: stores and loads are given the view of the namespace
+    whose chunks they move. The log has at most ten lines a minute, and one for each object.
 
     Parameters
     ----------
-    shelf : ShelfView
-        The objects of one kind in one namespace.
+    fmt : ObjectFormat
+        Of the kind, in any of the namespaces: their objects have the same sizes.
+    backend : GuardedBackend
+        The storage of all views.
     cache : KVCache or None
         None where every :class:`ChunkSlots` names its own memory. Closed with the transfers.
     memory : ChunkMemory
@@ -91,7 +95,8 @@ class TransferContext:
         If the memory is too small for a chunk.
     """
 
-    shelf: ShelfView
+    fmt: ObjectFormat
+    backend: GuardedBackend
     cache: KVCache | None
     memory: ChunkMemory
     counters: Counters
@@ -103,7 +108,6 @@ class TransferContext:
     of_drafter: InitVar[bool] = False
 
     def __post_init__(self, of_drafter: bool) -> None:
-        self.fmt = self.shelf.fmt
         self.kind: Kind = DRAFT if of_drafter else self.fmt.kind
         self.log = RateLimitedLog(logger, 0 if of_drafter else _LINES_PER_MINUTE)
         self.places = ChunkPlaces(self.memory, self.fmt, self.plan.shards)
@@ -152,7 +156,7 @@ class TransferHalf(ABC):
 
     def __init__(self, context: TransferContext, kind: str, threads: int) -> None:
         self._context = context
-        self._shelf = context.shelf
+        self._backend = context.backend
         self._fmt = context.fmt
         self._memory = context.memory
         self._places = context.places
@@ -166,7 +170,7 @@ class TransferHalf(ABC):
             f"kvshelf-{kind}",
             threads,
             self._run,
-            self._shelf.backend,
+            self._backend,
             count_stuck=lambda: self._counters.add("stuck_threads"),
             on_stuck=self._give_up_thread,
             on_stop=self._give_up_all,

@@ -14,6 +14,7 @@ from enum import Enum
 from kvshelf.format.keys import Chunk
 from kvshelf.format.kinds import DRAFT, Kind
 from kvshelf.memory.ring import Slot
+from kvshelf.shelf.view import ShelfView
 from kvshelf.transfer.context import ChunkSlots
 
 
@@ -37,6 +38,8 @@ class Piece:
 
     Attributes
     ----------
+    view : ShelfView
+        The objects of the kind, in the namespace of the chunks.
     items : Sequence[ChunkSlots]
         In the order of the prompt.
     names : Sequence of Hashable
@@ -54,7 +57,6 @@ class Piece:
         Number of leading items that are in the cache, however it ended.
     wanted : int
         Number of leading items that are still useful.
-    cancelled, finished : bool
     nbytes : int
         Bytes of all objects.
     deadline : float
@@ -76,6 +78,7 @@ class Piece:
         Those of them that were read for it.
     """
 
+    view: ShelfView
     items: Sequence[ChunkSlots]
     names: Sequence[Hashable] = ()
     early: bool = False

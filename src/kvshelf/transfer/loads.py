@@ -64,7 +64,7 @@ from kvshelf.format.keys import Chunk
 from kvshelf.format.names import object_name
 from kvshelf.memory.arena import bytes_at
 from kvshelf.memory.ring import Share, Slot
-from kvshelf.shelf.view import FailedRead, ObjectRef, Pinned
+from kvshelf.shelf.view import FailedRead, ObjectRef, Pinned, ShelfView
 from kvshelf.traces import trace_range
 from kvshelf.transfer.context import ChunkSlots, TransferContext, TransferHalf
 from kvshelf.transfer.load import Failure, Piece
@@ -98,37 +98,39 @@ class Reading:
 
     Attributes
     ----------
-    chunk : Chunk
+    view : ShelfView
+        Its objects.
     name : Hashable
         Its name in memory.
     wants : list of (Piece, int)
         The loads that it is for, and the item of each.
-    unread : list of int
-        Shards that no thread has taken.
-    unfinished : int
-        Number of shards that are not read yet.
     share : Share
         By which the slot is pinned.
     slot : Slot or None
         None until an object needs it.
-    lent : dict of int to Pinned
-        Objects that lie in memory of another owner.
     is_near : bool
         It was in memory when it was begun.
+    unread : list of int
+        Shards that no thread has taken.
+    unfinished : int
+        Number of shards that are not read yet.
+    lent : dict of int to Pinned
+        Objects that lie in memory of another owner.
     is_over : bool
         It failed, no load wants it, or a thread of it is stuck: nothing more comes of it, and it
         ends with the last thread that reads into its slot.
     """
 
+    view: ShelfView
     chunk: Chunk
     name: Hashable
     wants: list[tuple[Piece, int]]
-    unread: list[int]
-    unfinished: int
     share: Share
-    slot: Slot | None = None
+    slot: Slot | None
+    is_near: bool
+    unread: list[int] = field(default_factory=list)
+    unfinished: int = 0
     lent: dict[int, Pinned] = field(default_factory=dict)
-    is_near: bool = False
     is_over: bool = False
 
     @property
@@ -186,6 +188,7 @@ class Loads(TransferHalf):
 
     def load(
         self,
+        view: ShelfView,
         items: Sequence[ChunkSlots],
         *,
         early: bool = False,
@@ -199,6 +202,8 @@ class Loads(TransferHalf):
 
         Parameters
         ----------
+        view : ShelfView
+            The objects of the kind, in the namespace of the chunks.
         items : Sequence of ChunkSlots
             In the order of the prompt.
         early : bool
@@ -218,6 +223,7 @@ class Loads(TransferHalf):
         """
         nbytes = len(items) * self.chunk_bytes
         piece = Piece(
+            view,
             items,
             [self._places.name(item.chunk) for item in items],
             early,
@@ -240,7 +246,7 @@ class Loads(TransferHalf):
         with self._lock:
             if not early:
                 nbytes = bytes_ahead + self.loading_bytes + piece.nbytes
-                seconds = self._shelf.backend.deadlines.to_read(2 * nbytes)
+                seconds = self._backend.deadlines.to_read(2 * nbytes)
                 piece.deadline = time.monotonic() + seconds
             self._active[piece] = None
             if not items:
@@ -272,7 +278,7 @@ class Loads(TransferHalf):
         piece.announced += self._announced
         # A shelf that is told of a load with a bound would read all of it at once.
         if items and not piece.early and not piece.at_once:
-            self._shelf.expect([item.chunk for item in items], self._shards)
+            piece.view.expect([item.chunk for item in items], self._shards)
 
     def cancel(self, piece: Piece, *, count: bool = True) -> None:
         """Give a load up.
@@ -382,16 +388,8 @@ class Loads(TransferHalf):
         slot = slot or self._ring.find(name, self._memory.loads)
         # A chunk that a load wants twice is wanted under one of both items.
         wants = list({**self._wanted.pop(name, {}), piece: piece.next_item}.items())
-        reading = Reading(
-            piece.items[piece.next_item].chunk,
-            name,
-            wants,
-            unread=[],
-            unfinished=0,
-            share=self._memory.loads,
-            slot=slot,
-            is_near=slot is not None,
-        )
+        chunk, share = piece.items[piece.next_item].chunk, self._memory.loads
+        reading = Reading(piece.view, chunk, name, wants, share, slot, slot is not None)
         if slot is None:
             self._reading[name] = reading
             reading.unread = list(self._shards)
@@ -405,7 +403,7 @@ class Loads(TransferHalf):
     def _take_shards(self, reading: Reading) -> list[int]:
         """Take shards of a chunk to read: all where the storage reads many in one call."""
         count = 1
-        if not reading.is_near and self._shelf.backend.reads_whole:
+        if not reading.is_near and self._backend.reads_whole:
             count = len(reading.unread)
             if not (self._queue or self._early) and self.chunk_bytes >= _SHARED_BYTES:
                 # Nothing is left for the other threads: they read the rest of this one.
@@ -470,9 +468,10 @@ class Loads(TransferHalf):
                     # Chunks before it lay in memory.
                     piece.announced = max(piece.announced, item)
                     self._announce(piece)
-            if self._shelf.pins:
+            view = reading.view
+            if view.pins:
                 for shard in shards:
-                    pinned = self._shelf.pin(ObjectRef(chunk, shard))
+                    pinned = view.pin(ObjectRef(chunk, shard))
                     if pinned is not None:
                         reading.lent[shard] = pinned
                 shards = [shard for shard in shards if shard not in reading.lent]
@@ -482,9 +481,9 @@ class Loads(TransferHalf):
             slot = self._slot_for(reading)
             if slot is None:
                 return None
-            views = [self._places.view(slot, chunk, shard) for shard in shards]
+            buffers = [self._places.view(slot, chunk, shard) for shard in shards]
             hold = functools.partial(self._places.hold, slot, self._context.shares)
-            return self._shelf.load_all(chunk, shards, views, hold)
+            return view.load_all(chunk, shards, buffers, hold)
         except Exception as error:  # noqa: BLE001 - the thread must go on
             return FailedRead(shard, error)
 
@@ -608,10 +607,7 @@ class Loads(TransferHalf):
                 else bytes_at(reading.lent[shard].view)[self._fmt.data_offset :]
                 for shard in self._shards
             ]
-            if len(payloads) == 1:
-                memory.scatter(self._shards[0], slots.slots, payloads[0], fence)
-            else:
-                memory.scatter_chunk(self._shards, slots.slots, payloads, fence)
+            memory.scatter_chunk(self._shards, slots.slots, payloads, fence)
             # Memory of other owners may have been taken back meanwhile.
             if not all(pinned.valid() for pinned in reading.lent.values()):
                 raise TransientStorageError(
@@ -636,7 +632,7 @@ class Loads(TransferHalf):
     def _bytes_of(self, chunk: Chunk) -> int:
         if not chunk.tail:
             return self.chunk_bytes
-        return sum(self._shelf.size(chunk, shard) for shard in self._shards)
+        return sum(self._fmt.object_size(shard, chunk.tokens) for shard in self._shards)
 
     def _note_failure(
         self,
@@ -675,7 +671,7 @@ class Loads(TransferHalf):
         if not piece.early:
             self._log.warning(
                 "%s did not deliver chunk %d of a request in time, its tokens are computed instead",
-                self._shelf.backend.url,
+                self._backend.url,
                 chunk.index,
                 about="late",
             )
@@ -700,7 +696,7 @@ class Loads(TransferHalf):
 
     def _may_come(self, piece: Piece) -> bool:
         """Whether more of a load may come: from the storage, a tier or memory."""
-        return self._shelf.available or piece in self._near
+        return piece.view.available or piece in self._near
 
     def _refuse(self, piece: Piece) -> None:
         """Fail the rest of a load without a call to the storage. Holds the lock."""

@@ -40,12 +40,12 @@ _MOST_QUEUED: Final = 1024
 
 
 class Promises:
-    """The promises of one worker in one namespace.
+    """The promises of one worker.
+
+    Methods take the view of any kind in the namespace of the attempt: its markers are there.
 
     Parameters
     ----------
-    view : ShelfView
-        Of kind full, the kind of tails.
     counters : Counters
         Gets ``promises_broken`` and ``markers_written``.
     keeper : Keeper, optional
@@ -63,19 +63,17 @@ class Promises:
 
     def __init__(
         self,
-        view: ShelfView,
         counters: Counters,
         *,
         keeper: Keeper | None = None,
         on_thread_start: Callable[[], None] | None = None,
     ) -> None:
-        self._view = view
         self._counters = counters
         self._keeper = keeper
         self._thread = Background("kvshelf-marker", self._write_all, on_start=on_thread_start)
         self._changed = threading.Condition()
         #: The marker that is being written is the first one.
-        self._queue: deque[str] = deque()
+        self._queue: deque[tuple[ShelfView, str]] = deque()
         self._broken: OrderedDict[str, None] = OrderedDict()
         self._closed = False
         self.given = False
@@ -83,7 +81,7 @@ class Promises:
 
     # ------------------------------------------------------------- the outcomes of stores
 
-    def watch(self, attempt: str) -> OnStored:
+    def watch(self, view: ShelfView, attempt: str) -> OnStored:
         """Return the callback for the end of a promised store of an attempt, or of a tail.
 
         `attempt` is empty where no engine waits for it.
@@ -91,22 +89,22 @@ class Promises:
         self.given = self.given or bool(attempt)
         if self._keeper is not None:
             self._keeper.hands_over()
-        return functools.partial(self._ended, attempt)
+        return functools.partial(self._ended, view, attempt)
 
-    def note(self, attempt: str, chunk: Chunk, outcome: StoreOutcome) -> None:
+    def note(self, view: ShelfView, attempt: str, outcome: StoreOutcome) -> None:
         """Note the result of the call that should queue a watched store."""
         if outcome not in (StoreOutcome.KNOWN, StoreOutcome.QUEUED) and attempt:
-            self.give_up(attempt)
+            self.give_up(view, attempt)
 
-    def _ended(self, attempt: str, chunk: Chunk, result: StoreResult) -> None:
+    def _ended(self, view: ShelfView, attempt: str, chunk: Chunk, result: StoreResult) -> None:
         if result.is_stored:
             self.unmarked = False
         elif attempt:
-            self.give_up(attempt)
+            self.give_up(view, attempt)
 
     # ------------------------------------------------------------- markers
 
-    def give_up(self, attempt: str) -> None:
+    def give_up(self, view: ShelfView, attempt: str) -> None:
         """Note that a promise is broken. The first call for an attempt queues its marker."""
         with self._changed:
             if attempt in self._broken:
@@ -115,7 +113,7 @@ class Promises:
             if len(self._broken) > _BROKEN_MEMORY:
                 self._broken.popitem(last=False)
             if not self._closed and len(self._queue) < _MOST_QUEUED:
-                self._queue.append(attempt)
+                self._queue.append((view, attempt))
                 # Where the system allows no thread now, the next marker tries again.
                 self._thread.start()
                 self._thread.wake()
@@ -124,21 +122,19 @@ class Promises:
     def _write_all(self) -> None:
         """Write the markers that wait; the last call of the thread writes all."""
         while self._queue:
-            self._write(self._queue[0])
+            view, attempt = self._queue[0]
+            try:
+                if view.on_storage.give_up(attempt):
+                    self._counters.add("markers_written")
+            except Exception as error:  # noqa: BLE001 - the engine that waits has a deadline
+                self.unmarked = True
+                logger.debug("a marker was not written: %s", error)
             with self._changed:
                 self._queue.popleft()
                 self._changed.notify_all()
         with self._changed:
             if self._closed and not self._queue:
                 self._thread.close()
-
-    def _write(self, attempt: str) -> None:
-        try:
-            if self._view.on_storage.give_up(attempt):
-                self._counters.add("markers_written")
-        except Exception as error:  # noqa: BLE001 - the engine that waits has a deadline
-            self.unmarked = True
-            logger.debug("a marker was not written: %s", error)
 
     def close(self, seconds: float = 0.0) -> None:
         """Take no more; wait for a limited time for unwritten markers. Idempotent.

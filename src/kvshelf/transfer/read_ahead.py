@@ -25,6 +25,7 @@ from typing import Final
 import torch
 
 from kvshelf.format.keys import Chunk
+from kvshelf.shelf.view import ShelfView
 from kvshelf.transfer.context import ChunkSlots, TransferContext
 from kvshelf.transfer.load import Failure, Piece
 from kvshelf.transfer.loads import Loads
@@ -40,6 +41,8 @@ class _Request:
 
     Attributes
     ----------
+    view : ShelfView
+        The objects of the namespace of its chunks.
     chunks : deque of Chunk
         What is not read yet.
     pieces : list of Piece
@@ -48,6 +51,7 @@ class _Request:
         Nothing more is read for it.
     """
 
+    view: ShelfView
     chunks: deque[Chunk] = field(default_factory=deque)
     pieces: list[Piece] = field(default_factory=list)
     ended: bool = False
@@ -74,9 +78,9 @@ class ReadAhead:
         self._finished: deque[Piece] = deque()
         self._retry_at = 0.0
 
-    def add(self, request_id: str, chunks: Sequence[Chunk]) -> None:
-        """Read further chunks for a waiting request."""
-        request = self._requests.setdefault(request_id, _Request())
+    def add(self, request_id: str, view: ShelfView, chunks: Sequence[Chunk]) -> None:
+        """Read further chunks for a waiting request, all of one namespace."""
+        request = self._requests.setdefault(request_id, _Request(view))
         if not request.ended:
             request.chunks.extend(chunks)
         self._read()
@@ -180,10 +184,10 @@ class ReadAhead:
                 chunks.append(request.chunks.popleft())
             if chunks:
                 items = [ChunkSlots(chunk, _NO_SLOTS) for chunk in chunks]
-                load = self._loads.load(
-                    items, early=True, keeps=True, on_done=self._finished.append
+                piece = self._loads.load(
+                    request.view, items, early=True, keeps=True, on_done=self._finished.append
                 )
-                request.pieces.append(load)
+                request.pieces.append(piece)
             if request.chunks:
                 # Later requests would take the memory that this one waits for.
                 return

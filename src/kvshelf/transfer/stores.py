@@ -61,7 +61,7 @@ from kvshelf.format.keys import Chunk
 from kvshelf.format.names import object_name
 from kvshelf.kv.caches import DONE, PendingCopy
 from kvshelf.memory.ring import Slot
-from kvshelf.shelf.view import ObjectRef, Presence
+from kvshelf.shelf.view import ObjectRef, Presence, ShelfView
 from kvshelf.traces import trace_range
 from kvshelf.transfer.context import ChunkSlots, TransferContext, TransferHalf
 from kvshelf.transfer.known_chunks import KnownChunks
@@ -110,6 +110,7 @@ OnStored = Callable[[Chunk, StoreResult], None]
 
 @dataclass(eq=False, slots=True)
 class _StoreJob:
+    view: ShelfView
     chunk: Chunk
     slot: Slot
     repair: bool
@@ -155,6 +156,7 @@ class Stores(TransferHalf):
 
     def store(
         self,
+        view: ShelfView,
         item: ChunkSlots,
         *,
         repair: bool = False,
@@ -168,6 +170,8 @@ class Stores(TransferHalf):
 
         Parameters
         ----------
+        view : ShelfView
+            The objects of the kind, in the namespace of the chunk.
         item : ChunkSlots
             Slots of all tokens of the chunk.
         repair : bool
@@ -197,7 +201,7 @@ class Stores(TransferHalf):
             if repair:
                 self.known.note_repaired(key)
             return StoreOutcome.KNOWN
-        properties = self._shelf.backend.properties
+        properties = self._backend.properties
         writable = properties.available and not properties.read_only and not self._closing
         if not (writable and self._threads.ready()):
             self._log_read_only()
@@ -216,7 +220,7 @@ class Stores(TransferHalf):
         if self.known.follows_dropped(item.chunk, seen_at):
             self._context.count("dropped_chunks_parent_dropped")
             return StoreOutcome.PARENT_DROPPED
-        if not self._shelf.backend.allows(self._places.slot_bytes):
+        if not self._backend.allows(self._places.slot_bytes):
             return self._drop(item.chunk, StoreOutcome.NO_ROOM)
         memory, share = self._context.kv_memory(item), self._context.shares.stores
         until = time.monotonic() + wait if wait > 0 else 0.0
@@ -242,7 +246,7 @@ class Stores(TransferHalf):
         if pending is None:
             return self._drop(item.chunk, StoreOutcome.STAGING_FULL, is_refused)
         self._counters.observe("gather", time.perf_counter() - begin)
-        job = _StoreJob(item.chunk, slot, repair, seen_at, on_done, promised, pending)
+        job = _StoreJob(view, item.chunk, slot, repair, seen_at, on_done, promised, pending)
         with self._lock:
             if not self._closing and self._threads.any:
                 self.known.note_queued(key)
@@ -286,7 +290,7 @@ class Stores(TransferHalf):
 
     def _log_read_only(self) -> None:
         """Log, once, that the storage takes no writes: no write fails that could say so."""
-        backend = self._shelf.backend
+        backend = self._backend
         if backend.writes.is_closed and backend.properties.read_only:
             self._log.warning(
                 "%s takes no writes: nothing is stored", backend.url, about="read-only"
@@ -327,27 +331,27 @@ class Stores(TransferHalf):
             return job
 
     def _publish(self, job: _StoreJob) -> StoreResult:
-        fmt, shelf, chunk = self._fmt, self._shelf, job.chunk
+        view, chunk = job.view, job.chunk
         written = objects = repaired = 0
         refs = [ObjectRef(chunk, shard) for shard in self._plan.writes(chunk.index)]
         answers = [Presence.MISSING] * len(refs)
-        is_far = shelf.backend.properties.high_latency
+        is_far = self._backend.properties.high_latency
         if job.repair or not is_far or time.monotonic() < self._probes_until:
-            answers = shelf.probe(refs)
+            answers = view.probe(refs)
         unwritten = [
             (ref, answer, self._places.view(job.slot, chunk, ref.shard))
             for ref, answer in zip(refs, answers, strict=True)
             if answer is not Presence.PRESENT or job.repair
         ]
-        if unwritten and not shelf.backend.allows(sum(len(buffer) for *_, buffer in unwritten)):
+        if unwritten and not self._backend.allows(sum(len(buffer) for *_, buffer in unwritten)):
             # Some of the objects alone would be useless.
             raise BoundReachedError(errno.ENOSPC, "not stored: a bound of the shelf is reached")
         hold = functools.partial(self._places.hold, job.slot, self._context.shares)
         for ref, answer, buffer in unwritten:
             if not job.slot.is_sealed:
-                fmt.seal(buffer, *ref)
+                view.fmt.seal(buffer, *ref)
             suspect = answer is not Presence.MISSING
-            result = shelf.publish(ref, buffer, suspect=suspect, hold=hold)
+            result = view.publish(ref, buffer, suspect=suspect, hold=hold)
             if result is WriteResult.EXISTED:
                 self._probes_until = time.monotonic() + _PROBES_SECONDS
                 continue
@@ -355,7 +359,7 @@ class Stores(TransferHalf):
             objects += 1
             if suspect or result is WriteResult.REPLACED:
                 repaired += 1
-                name = object_name(*ref, fmt.shards, fmt.kind)
+                name = object_name(*ref, self._fmt.shards, self._fmt.kind)
                 # A load that met the object has logged it already, under the same subject.
                 self._log.warning(
                     "object %s was bad (%s) and has been replaced",
@@ -389,7 +393,7 @@ class Stores(TransferHalf):
             reason = "no_room"
         elif not isinstance(error, StorageError):
             self._log.error("a chunk was not stored", exc_info=error, about=("store", type(error)))
-        elif not self._shelf.backend.properties.read_only:
+        elif not self._backend.properties.read_only:
             # A storage that takes no writes at all was logged by its guard.
             self._log.warning("a chunk was not stored: %s", error, about=("store", job.chunk.key))
         self._context.count(f"dropped_chunks_{reason}")

@@ -8,7 +8,7 @@ succeeds without it, and gives it up where it fails.
 
 Contracts
 ---------
-* No method but ``drain``, ``end`` and ``close`` waits for the storage. Any thread may call all
+* No method but ``drain`` and ``close`` waits for the storage. Any thread may call all
   methods.
 * A load is reported finished once no thread writes to the caches for any of its pieces.
 * The lock is held for bookkeeping only; no other object is called with it.
@@ -27,6 +27,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from kvshelf.backends import Properties
 from kvshelf.format.kinds import DRAFT, KINDS, Kind
+from kvshelf.shelf.view import ShelfView
 from kvshelf.transfer.context import ChunkSlots, TransferContext, TransferHalf
 from kvshelf.transfer.load import Load, Piece
 from kvshelf.transfer.loads import Loads
@@ -52,7 +53,10 @@ def default_io_threads(properties: Properties) -> tuple[int, int]:
 
 
 class Transfers:
-    """The stores and loads between one set of caches and a shelf.
+    """The stores and loads between one set of caches and a shelf, whatever the weights.
+
+    Each load and store is given the view of its namespace, so that those of one namespace go on
+    beside those of the next one.
 
     Parameters
     ----------
@@ -83,7 +87,7 @@ class Transfers:
         self.stores: dict[Kind, Stores] = {}
         try:
             for context in sorted(contexts, key=lambda context: KINDS.index(context.kind)):
-                context.shelf.backend.count_into(context.counters.add)
+                context.backend.count_into(context.counters.add)
                 self.add(context)
         except RuntimeError:
             # The caller gets nothing that it could close.
@@ -108,6 +112,7 @@ class Transfers:
     def load(
         self,
         request_id: str,
+        views: Mapping[Kind, ShelfView],
         items: Mapping[Kind, Sequence[ChunkSlots]],
         patience: Sequence[float] = (),
         at_once: int = 0,
@@ -118,6 +123,8 @@ class Transfers:
         ----------
         request_id : str
             Different from those of all loads that are not yet finished.
+        views : Mapping[Kind, ShelfView]
+            The objects of each of these kinds, in the namespace of the chunks.
         items : Mapping[Kind, Sequence[ChunkSlots]]
             The chunks of each kind, in the order of the prompt. At least one kind.
         patience : Sequence of float
@@ -142,6 +149,7 @@ class Transfers:
             on_done = functools.partial(self._piece_done, load, kind)
             try:
                 load.pieces[kind] = loads.load(
+                    views[kind],
                     items[kind],
                     bytes_ahead=total - ahead[kind] - sizes[kind],
                     cuts=cuts * len(items[kind]) if len(cuts) == 1 else cuts,
@@ -151,7 +159,7 @@ class Transfers:
             except Exception as error:
                 # Other pieces may write to the caches already: the load ends with them.
                 logger.error("a part of a load was not started", exc_info=error)
-                on_done(Piece(items[kind], failed_at=0, finished=True))
+                on_done(Piece(views[kind], items[kind], failed_at=0, finished=True))
         return load
 
     def cancel(self, request_id: str) -> None:
@@ -242,17 +250,6 @@ class Transfers:
             stores.drain(max(0.0, deadline - time.monotonic())) for stores in self.stores.values()
         )
 
-    def end(self) -> None:
-        """End the threads, and drop what is queued.
-
-        The caches stay open, for other transfers of the same engine. Nothing may be loaded or
-        stored any more.
-        """
-        for half in (*self.loads.values(), *self.stores.values()):
-            half.close()
-        # Stores report there which promised chunks are lost.
-        _join(self.stores.values(), 0.0)
-
     def close(self, drain_seconds: float = 0.0) -> int:
         """Drain, stop the threads, and return how many chunks were lost.
 
@@ -267,14 +264,10 @@ class Transfers:
         halves: list[TransferHalf] = [*self.loads.values(), *self.stores.values()]
         for half in halves:
             half.close()
-        _join(halves, _JOIN_SECONDS)
+        deadline = time.monotonic() + _JOIN_SECONDS
+        for half in halves:
+            half.join(max(0.0, deadline - time.monotonic()))
         for context in self._contexts.values():
             if context.cache is not None:
                 context.cache.close()
         return sum(lost.values())
-
-
-def _join(halves: Iterable[TransferHalf], seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    for half in halves:
-        half.join(max(0.0, deadline - time.monotonic()))

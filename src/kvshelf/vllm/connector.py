@@ -227,20 +227,16 @@ class KVShelfConnector(KVConnectorBase_V1, SupportsHMA):
             )
         else:
             # The modules that move KV take 0.1 s to import, and the scheduler does not need them.
-            from kvshelf.vllm.worker.engine import WorkerEngine
             from kvshelf.vllm.worker.side import WorkerSide
 
-            engine = WorkerEngine(
+            self._side = self._worker = WorkerSide(
                 vllm_config,
                 self._config,
+                self._assembly,
                 kv_cache_config,
-                rank=int(vllm_config.parallel_config.rank),
+                int(vllm_config.parallel_config.rank),
                 streams=self._streams_of,
                 regions=None if self._segment is None else self._segment.take_region,
-            )
-            self._side = self._worker = WorkerSide(
-                engine,
-                self._assembly,
                 may_store=not refuses,
                 others_fill=bool(others),
             )

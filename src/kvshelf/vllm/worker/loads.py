@@ -32,9 +32,7 @@ from kvshelf.transfer.load import Failure, Load
 from kvshelf.vllm.adapters import LoadedAdapters
 from kvshelf.vllm.messages import Outbox
 from kvshelf.vllm.metadata import NULL_BLOCK, Facts, LoadOp, Orders, PrefetchOp, StepMetadata
-from kvshelf.vllm.worker.drafter import Drafter
-from kvshelf.vllm.worker.engine import WorkerEngine
-from kvshelf.vllm.worker.parts import Part
+from kvshelf.vllm.worker.registration import Registration
 from kvshelf.vllm.worker.slots import slots_to_load, state_to_load
 from kvshelf.vllm.worker.weights import WorkerWeights
 
@@ -69,11 +67,10 @@ class WorkerLoads:
 
     Parameters
     ----------
-    engine : WorkerEngine
+    chunk_size, block_size : int
+        Tokens of a chunk, and of a block of vLLM's cache manager where there is one group.
     assembly : Assembly
-    model : Part
-    drafter : Drafter or None
-        Loads the same tokens for its own layers.
+    registration : Registration
     weights : WorkerWeights
     adapters : LoadedAdapters
     facts : Outbox of Facts
@@ -84,10 +81,10 @@ class WorkerLoads:
         Whether the engine stores anything: no object that it finds bad is replaced otherwise.
     """
 
-    engine: WorkerEngine
+    chunk_size: int
+    block_size: int
     assembly: Assembly
-    model: Part
-    drafter: Drafter | None
+    registration: Registration
     weights: WorkerWeights
     adapters: LoadedAdapters
     facts: Outbox[Facts]
@@ -108,14 +105,6 @@ class WorkerLoads:
     _bad_blocks: set[int] = field(default_factory=set, init=False)
     #: Requests of which all tokens must be computed, including those that were loaded.
     _failed_requests: set[str] = field(default_factory=set, init=False)
-
-    def __post_init__(self) -> None:
-        self._chunk_size, self._block_size = self.engine.config.chunk_size, self.engine.block_size
-
-    @property
-    def running(self) -> bool:
-        """Whether any load may still write to its blocks."""
-        return bool(self._ops)
 
     # ------------------------------------------------------------- begin
 
@@ -140,20 +129,22 @@ class WorkerLoads:
 
     def _start(self, op: LoadOp) -> Load | None:
         """Start a load; None if it may not run now."""
-        transfers = self.model.serving
+        transfers = self.registration.serving
         usable = self.weights.is_current(op) and self.adapters.may_load(op.adapter)
         if transfers is None or not usable or not (op.chunks or op.windows or op.states):
             return None
-        load = transfers.load(op.request_id, self._items(op), op.patience, op.at_once)
+        load = transfers.load(
+            op.request_id, self.registration.views, self._items(op), op.patience, op.at_once
+        )
         self._ops[load] = op
         return load
 
     def _items(self, op: LoadOp) -> dict[Kind, list[ChunkSlots]]:
         """Return what each kind has to load."""
-        size = self._chunk_size
+        size = self.chunk_size
         items: dict[Kind, list[ChunkSlots]] = {}
-        for kind, memory in self.model.registration.memories.items():
-            slots = memory.slots
+        for kind, of_kind in self.registration.model.kinds.items():
+            slots = of_kind.slots
             if kind == FULL:
                 items[kind] = slots_to_load(slots, op.chunks, op.block_ids, op.start, op.end, size)
             elif kind == WINDOW:
@@ -165,7 +156,7 @@ class WorkerLoads:
             else:
                 (chunk,) = op.states
                 items[kind] = [state_to_load(slots, chunk, op.block_ids, op.end)]
-        drafts = None if self.drafter is None else self.drafter.memory
+        drafts = self.registration.moving(DRAFT)
         if drafts is not None and op.drafts:
             try:
                 items[DRAFT] = slots_to_load(
@@ -179,13 +170,14 @@ class WorkerLoads:
     def read_ahead(self, ops: Iterable[PrefetchOp]) -> None:
         """Read chunks of requests that wait into memory."""
         for wanted in ops if self.weights.settled else ():
-            if wanted.kind in self.model.ahead:
-                self.model.ahead[wanted.kind].add(wanted.request_id, wanted.chunks)
+            if wanted.kind in self.registration.ahead:
+                view = self.registration.views[wanted.kind]
+                self.registration.ahead[wanted.kind].add(wanted.request_id, view, wanted.chunks)
 
     def _end_read_ahead(self, request_id: str, *, loading: bool = False) -> None:
         """Stop reading ahead for a request. A load takes over what is being read for it."""
         try:
-            for ahead in self.model.ahead.values():
+            for ahead in self.registration.ahead.values():
                 (ahead.cancel_reads if loading else ahead.release)(request_id)
         except Exception as error:
             # vLLM waits for every load, so an error here must not lose one.
@@ -197,8 +189,8 @@ class WorkerLoads:
         """Give up the loads of requests that have ended, and what was read ahead for requests."""
         for load in [load for load, op in self._ops.items() if op.number in orders.cancelled]:
             self._invalidated.discard(load)
-            if self.model.transfers is not None:
-                self.model.transfers.cancel(load.request_id)
+            if self.registration.transfers is not None:
+                self.registration.transfers.cancel(load.request_id)
         for request_id in orders.prefetch_ended:
             self._end_read_ahead(request_id)
 
@@ -207,20 +199,20 @@ class WorkerLoads:
         for load in self._ops:
             if not load.cancelled:
                 self._invalidated.add(load)
-                if self.model.transfers is not None:
-                    self.model.transfers.cancel(load.request_id)
+                if self.registration.transfers is not None:
+                    self.registration.transfers.cancel(load.request_id)
 
     def stop(self) -> None:
         """Fail all loads, and read nothing ahead: the weights are not what they were."""
         self.invalidate()
-        for ahead in self.model.ahead.values():
+        for ahead in self.registration.ahead.values():
             ahead.release_all()
 
     # ------------------------------------------------------------- end
 
     def take_ended(self) -> Ended:
         """Return what vLLM has to learn of the loads that have ended since the last call."""
-        transfers = self.model.transfers
+        transfers = self.registration.transfers
         if transfers is not None and transfers.loading:
             wait = IDLE_WAIT_SECONDS if self._idle and not self._finished else 0.0
             for load in transfers.poll(wait):
@@ -252,7 +244,7 @@ class WorkerLoads:
             return
         if load.cancelled:
             return
-        if self.drafter is not None:
+        if self.registration.drafter is not None:
             self._note_drafts(load, op)
         seconds = load.seconds_of_all
         if seconds is not None:
@@ -277,7 +269,7 @@ class WorkerLoads:
         if piece is not None:
             if piece.leading == len(piece.items):
                 return
-            start = max(start, piece.items[piece.leading].chunk.index * self._chunk_size)
+            start = max(start, piece.items[piece.leading].chunk.index * self.chunk_size)
         self.facts.next.without_drafts.append((op.request_id, start))
 
     def _good_until(self, load: Load, op: LoadOp) -> int:
@@ -285,8 +277,8 @@ class WorkerLoads:
         (piece,) = load.needed.values()
         assert piece.first_failed is not None
         # The block in which the failed chunk begins is not complete either.
-        failed = piece.first_failed.index * self._chunk_size
-        return max(op.start, failed - failed % self._block_size)
+        failed = piece.first_failed.index * self.chunk_size
+        return max(op.start, failed - failed % self.block_size)
 
     @property
     def _repairs(self) -> bool:
@@ -303,8 +295,8 @@ class WorkerLoads:
             self._failed_requests.add(op.request_id)
             return
         (block_ids,) = op.block_ids
-        blocks = block_ids[: -(-op.end // self._block_size)]
-        if len(blocks) * self._block_size < op.end:
+        blocks = block_ids[: -(-op.end // self.block_size)]
+        if len(blocks) * self.block_size < op.end:
             # The scheduler did not learn the blocks.
             self._failed_requests.add(op.request_id)
         if NULL_BLOCK in blocks:
@@ -312,14 +304,14 @@ class WorkerLoads:
             # reach. The window of the first bad token may reach them, so the whole hit is
             # unusable.
             self._failed_requests.add(op.request_id)
-        bad = blocks[start // self._block_size :]
+        bad = blocks[start // self.block_size :]
         self._bad_blocks.update(block for block in bad if block != NULL_BLOCK)
 
     # ------------------------------------------------------------- what the scheduler learns
 
     def note_reads(self) -> None:
         """Note the chunks that could not be read ahead."""
-        for kind, ahead in self.model.ahead.items():
+        for kind, ahead in self.registration.ahead.items():
             self.facts.next.failures += [
                 (kind_key(chunk.key, kind), failure is Failure.BAD)
                 for chunk, failure in ahead.take_failures()

@@ -21,6 +21,7 @@ import vllm
 from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 from vllm.platforms import current_platform
 
+from kvshelf.config import Config
 from kvshelf.errors import UnsupportedError
 from kvshelf.format.kinds import FULL, KINDS, STATE, WINDOW, Kind
 from kvshelf.kv.caches import LayerRun
@@ -37,9 +38,8 @@ from kvshelf.vllm.layout_discovery import (
     same_form,
 )
 from kvshelf.vllm.metadata import WorkerReport
-from kvshelf.vllm.namespace import kv_scales, layer_kv_heads
+from kvshelf.vllm.namespace import context_ranks, kv_scales, layer_kv_heads
 from kvshelf.vllm.speculation import draft_layers
-from kvshelf.vllm.worker.engine import WorkerEngine
 from kvshelf.vllm.worker.slots import GroupSlots, StateBlocks, TokenSlots
 
 #: Names that models use for the number of groups of B and C of Mamba 2.
@@ -177,7 +177,12 @@ class _Fields:
 
 
 def describe_caches(
-    kv_caches: Mapping[str, torch.Tensor], engine: WorkerEngine
+    kv_caches: Mapping[str, torch.Tensor],
+    vllm_config: Any,
+    config: Config,
+    kv_cache_config: Any = None,
+    *,
+    of_drafter: bool = False,
 ) -> RegisteredCaches:
     """Learn the layout of the caches of an engine's model, or of its drafter.
 
@@ -185,7 +190,8 @@ def describe_caches(
     ----------
     kv_caches : Mapping[str, Tensor]
         As vLLM registers them, by layer.
-    engine : WorkerEngine
+    vllm_config, config, kv_cache_config, of_drafter
+        As for :class:`~kvshelf.vllm.worker.layers.StoredLayers`.
 
     Raises
     ------
@@ -194,26 +200,27 @@ def describe_caches(
     ConfigError
         If the chunk size or the option `layout` does not fit the layout.
     """
-    drafts = draft_layers(engine.vllm_config)
-    groups = CacheGroups(engine.vllm_config, engine.kv_cache_config)
-    known = getattr(engine.kv_cache_config, "kv_cache_groups", None)
+    drafts = draft_layers(vllm_config)
+    groups = CacheGroups(vllm_config, kv_cache_config)
+    known = getattr(kv_cache_config, "kv_cache_groups", None)
+    modules = vllm_config.compilation_config.static_forward_context
     cached = {
         group.index: []
         if group.index in groups.scratch
-        else cached_layers(kv_caches, engine.layers, group.layer_names if known else kv_caches)
+        else cached_layers(kv_caches, modules, group.layer_names if known else kv_caches)
         for group in groups
     }
     if drafts:
         groups.narrow(set(itertools.chain.from_iterable(cached.values())) - drafts)
     names_of = {
-        index: [name for name in names if (name in drafts) is engine.of_drafter]
+        index: [name for name in names if (name in drafts) is of_drafter]
         for index, names in cached.items()
     }
-    if engine.of_drafter:
+    if of_drafter:
         _check_full(groups, names_of)
     names = sorted(itertools.chain.from_iterable(names_of.values()), key=natural_order)
-    _check_layers(names, engine.layers, kv_caches)
-    layers = _Layers(kv_caches, engine, names_of)
+    _check_layers(names, modules, kv_caches)
+    layers = _Layers(kv_caches, vllm_config, config, kv_cache_config, names_of)
     kinds: dict[Kind, KindCaches] = {}
     for kind in KINDS:
         of_kind = [group for group in groups if group.kind == kind and names_of[group.index]]
@@ -224,7 +231,7 @@ def describe_caches(
     each = [layers.fields[name] for name in names]
     scaled = "fp8" in layers.cache_dtype or any(one.dtype.startswith("F8") for one in each)
     kind_of = {name: group.kind for group in groups for name in names_of[group.index]}
-    of_kinds = groups.mixed and not engine.of_drafter
+    of_kinds = groups.mixed and not of_drafter
     report = WorkerReport(
         tuple(names),
         tuple(one.shape for one in each),
@@ -233,12 +240,10 @@ def describe_caches(
         tuple(one.attention for one in each),
         tuple(one.head_size for one in each),
         tuple(one.window for one in each),
-        kv_scales=kv_scales(engine.layers, names) if scaled else (),
+        kv_scales=kv_scales(modules, names) if scaled else (),
         kinds=tuple(kind_of[name] for name in names) if of_kinds else (),
     )
-    return RegisteredCaches(
-        {name: bound_caches(engine.layers[name]) for name in names}, kinds, report
-    )
+    return RegisteredCaches({name: bound_caches(modules[name]) for name in names}, kinds, report)
 
 
 def _check_full(groups: CacheGroups, names_of: Mapping[int, Sequence[str]]) -> None:
@@ -262,24 +267,37 @@ class _Layers:
     """
 
     kv_caches: Mapping[str, torch.Tensor]
-    engine: WorkerEngine
+    vllm_config: Any
+    config: Config
+    kv_cache_config: Any
     names_of: Mapping[int, Sequence[str]]
     fields: dict[str, _Fields] = field(default_factory=dict)
 
     @property
+    def modules(self) -> Mapping[str, Any]:
+        """The layers of vLLM by name."""
+        layers: Mapping[str, Any] = self.vllm_config.compilation_config.static_forward_context
+        return layers
+
+    @property
+    def context_ranks(self) -> int:
+        """Over how many ranks the tokens of a block are spread."""
+        return context_ranks(self.vllm_config, self.kv_cache_config)
+
+    @property
     def cache_dtype(self) -> str:
         """The option `kv_cache_dtype`."""
-        return str(self.engine.vllm_config.cache_config.cache_dtype)
+        return str(self.vllm_config.cache_config.cache_dtype)
 
     @property
     def _num_blocks(self) -> int:
-        stated = getattr(self.engine.kv_cache_config, "num_blocks", None)
-        of_cache = getattr(self.engine.vllm_config.cache_config, "num_gpu_blocks", None)
+        stated = getattr(self.kv_cache_config, "num_blocks", None)
+        of_cache = getattr(self.vllm_config.cache_config, "num_gpu_blocks", None)
         return int(stated or of_cache or 0)
 
     @property
     def _specs(self) -> dict[str, Any]:
-        return layer_specs(self.engine.kv_cache_config)
+        return layer_specs(self.kv_cache_config)
 
     def describe_attention(self, groups: Sequence[CacheGroup]) -> KindCaches:
         """Learn the layouts of the layers of one kind's groups, and choose how they are stored."""
@@ -295,7 +313,7 @@ class _Layers:
             blocks = InterleavedBlocks(self._block_size(group))
             slots.append(TokenSlots(group.index, blocks, stored.unit_tokens))
             runs += [replace(run, first_slot=first_slot) for run in stored.runs]
-            first_slot += slots[-1].entries(self.engine.config.chunk_size)
+            first_slot += slots[-1].entries(self.config.chunk_size)
             for layer, layout, shape, dtype in zip(
                 layers, stored.ids, stored.shapes, stored.dtypes, strict=True
             ):
@@ -306,20 +324,20 @@ class _Layers:
 
     def _block_size(self, group: CacheGroup) -> int:
         """Return the number of slots of a block in the caches of this worker."""
-        return group.block_size // self.engine.context_ranks
+        return group.block_size // self.context_ranks
 
     def _learn(self, group: CacheGroup) -> tuple[list[LayerCache], list[int]]:
         """Return the layers of a group with their layouts, and the KV heads of each."""
         layers = discover_layouts(
-            self.engine.layers,
+            self.modules,
             self.kv_caches,
             self.names_of[group.index],
             num_blocks=self._num_blocks,
             block_size=self._block_size(group),
             cache_dtype=self.cache_dtype,
-            compute_dtype=self.engine.vllm_config.model_config.dtype,
+            compute_dtype=self.vllm_config.model_config.dtype,
         )
-        return _kv_heads(layers, self.engine.vllm_config)
+        return _kv_heads(layers, self.vllm_config)
 
     def _choose(
         self,
@@ -329,7 +347,7 @@ class _Layers:
         order: Sequence[str],
         every: Sequence[LayerCache],
     ) -> StoredLayout:
-        vllm_config, config = self.engine.vllm_config, self.engine.config
+        vllm_config, config = self.vllm_config, self.config
         size = self._block_size(group)
         facts: dict[str, object] = {
             **_device_facts(layers[0].cache.device),
@@ -341,7 +359,7 @@ class _Layers:
             "tensor_parallel_size": vllm_config.parallel_config.tensor_parallel_size,
             "pipeline_parallel_size": vllm_config.parallel_config.pipeline_parallel_size,
         }
-        writers = {fused_writer(self.engine.layers[layer.name]) for layer in every}
+        writers = {fused_writer(self.modules[layer.name]) for layer in every}
         if fused := sorted(filter(None, writers)):
             facts["fused_writers"] = fused
             facts["pass_config"] = getattr(vllm_config.compilation_config, "pass_config", None)
@@ -353,7 +371,7 @@ class _Layers:
             engine=facts,
             kv_heads=kv_heads,
             replicated=_are_replicated(order, self._specs),
-            context_ranks=self.engine.context_ranks,
+            context_ranks=self.context_ranks,
             alike=every,
             places=[order.index(layer.name) for layer in layers],
         )
@@ -361,7 +379,7 @@ class _Layers:
     def _add_fields(
         self, group: CacheGroup, layer: LayerCache, layout: str, shape: str, dtype: str
     ) -> None:
-        context = self.engine.layers[layer.name]
+        context = self.modules[layer.name]
         # The layer's own attribute: attention backends convert the window.
         window = getattr(context, "sliding_window", None)
         latent = layer.kv_planes == 1 or layout.startswith("replicated-")
@@ -383,7 +401,7 @@ class _Layers:
         names = sorted(group_of, key=natural_order)
         specs = self._specs
         for name in names:
-            _check_state(name, self.kv_caches[name], self.engine.layers[name], specs[name])
+            _check_state(name, self.kv_caches[name], self.modules[name], specs[name])
         states = self._split_states(names, specs, divide=True)
         if not can_divide(states.values()):
             states = self._split_states(names, specs, divide=False)
@@ -403,7 +421,7 @@ class _Layers:
     def _split_states(
         self, names: Sequence[str], specs: Mapping[str, Any], *, divide: bool
     ) -> dict[str, StateParts]:
-        model = getattr(self.engine.vllm_config.model_config, "hf_text_config", None)
+        model = getattr(self.vllm_config.model_config, "hf_text_config", None)
         stated = (getattr(model, name, None) for name in _FIELDS_OF_GROUPS)
         groups = next((int(found) for found in stated if found), None)
         return {
@@ -411,7 +429,7 @@ class _Layers:
                 specs[name].mamba_type.name.lower(),
                 specs[name].shapes,
                 specs[name].dtypes,
-                int(self.engine.vllm_config.parallel_config.tensor_parallel_size),
+                int(self.vllm_config.parallel_config.tensor_parallel_size),
                 is_conv_state_dim_first(),
                 groups=groups,
                 divide=divide and not specs[name].tp_replicated,
@@ -423,7 +441,7 @@ class _Layers:
     def _drafts_of(self, name: str, spec: Any) -> int:
         """Return how many drafts of a step a layer's state can hold."""
         drafts = int(getattr(spec, "num_speculative_blocks", 0))
-        if int(getattr(self.engine.layers[name], "num_spec", 0)) != drafts:
+        if int(getattr(self.modules[name], "num_spec", 0)) != drafts:
             raise UnsupportedError(
                 f"vLLM does not tell what drafts add to the state of layer {name}: remove"
                 " --speculative-config or --kv-transfer-config"

@@ -1,204 +1,167 @@
-"""The registration of a worker's KV caches: from ``register_kv_caches`` to a namespace.
+"""What moves the KV of a worker between its registered caches and the shelf.
 
-Owns the described caches, this worker's report to the scheduler, the thread that fingerprints the
-weights, the memory through which KV moves, how it moves (a :class:`TransferMemory` for each kind),
-and whether the worker is disabled.
+Owns the memory, the transfers of all kinds, what is read ahead into memory, the promises of
+hand-overs, and the views of the namespaces whose KV moves. A drafter's KV is one more kind of the
+transfers (:mod:`kvshelf.vllm.worker.layers`). :mod:`kvshelf.assembly` owns the shelf.
 
-States
-------
-========== =============================================== ===================================
-state      means                                           next
-========== =============================================== ===================================
-unknown    no caches are registered                        ``register`` → reporting
-reporting  each step's metadata carries the report; rank   ``open`` → serving, once the
-           0 adds the weights fingerprint when it is known  scheduler has sent a namespace
-serving    the namespace is known, KV moves                ``leave`` → reporting, when the
-                                                           weights have another namespace
-disabled   nothing is loaded or stored any more; a fact    none: the engine must be restarted
-           tells the scheduler why
-========== =============================================== ===================================
-
-Memory is allocated when caches are registered: vLLM captures CUDA graphs next, and while it does
-no thread may allocate on the device; and how much is free afterwards is not known. An engine with
-pipeline stages knows the sizes only when all stages are known, and allocates in its first step.
+When caches are registered, the memory is taken, and what copies from and to it is made; with
+pipeline stages, when the first namespace is known. The transfers are made with the first namespace,
+once. A change of the weights replaces the views and nothing else: stores of the earlier namespace
+are published beside those of the new one. One memory serves them all, since chunks of different
+namespaces have different keys. The shelf decides what is a hit.
 
 Contracts
 ---------
-* All methods run on the worker's step thread, except :meth:`Registration.disable`, which any
-  thread may call, and ``_weights_known``, which runs on the fingerprinting thread.
-  `_lock` guards the reason why the worker is disabled.
-* A configuration that does not fit the engine is refused in :meth:`Registration.register`.
+* All methods run on the worker's step thread and never touch storage.
 * On a device only the step thread allocates.
 * While the engine sleeps nothing touches the caches.
+* A drafter's KV decides how many drafts are accepted, but changes no answer. So its failures are
+  not reported to vLLM, and its KV is left out with one warning.
 """
 
 from __future__ import annotations
 
 import logging
-import math
-import os
-import threading
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
 from vllm.distributed.parallel_state import get_dcp_group, model_parallel_is_initialized
 
-from kvshelf.backends import Properties
-from kvshelf.config import DEFAULT_MEMORY
-from kvshelf.errors import ConfigError, UnsupportedError, size_text
-from kvshelf.format.kinds import DRAFT, STATE, Kind
+from kvshelf.assembly import Assembly
+from kvshelf.backends.guard import GuardedBackend
+from kvshelf.config import Config
+from kvshelf.errors import ConfigError, UnsupportedError
+from kvshelf.format.kinds import DRAFT, FULL, Kind
 from kvshelf.format.namespace import Namespace
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.kv import ops
 from kvshelf.kv.caches import HostKVCache, KVCache, layer_calls
-from kvshelf.kv.device import DEFAULT_RING, DeviceKVCache
+from kvshelf.kv.device import DeviceKVCache
 from kvshelf.kv.streams import Streams
-from kvshelf.kv.topology import ShardPlan, shard_plans
-from kvshelf.memory.chunk_memory import ChunkMemory, ChunkPlaces
-from kvshelf.memory.ring import rounded
-from kvshelf.metrics import Counters
-from kvshelf.pages import memory_limit
-from kvshelf.transfer.context import STATE_SHARE
-from kvshelf.transfer.transfers import default_io_threads
+from kvshelf.kv.topology import ShardPlan
+from kvshelf.logs import RateLimitedLog
+from kvshelf.memory.chunk_memory import ChunkMemory, ChunkPlaces, Regions
+from kvshelf.metrics import COUNTERS, Counters
+from kvshelf.shelf.view import ShelfView
+from kvshelf.transfer.context import TransferContext
+from kvshelf.transfer.promises import Promises
+from kvshelf.transfer.read_ahead import ReadAhead
+from kvshelf.transfer.transfers import Transfers
 from kvshelf.vllm.affinity import widen_cpu_affinity
-from kvshelf.vllm.metadata import WorkerReport
-from kvshelf.vllm.namespace import (
-    WeightsIdentity,
-    build_namespace,
-    config_overrides,
-    local_ranks,
-    make_topologies,
-    stage_ranks,
-    topologies_of,
-)
-from kvshelf.vllm.published import Published, attention_temperature
-from kvshelf.vllm.worker.engine import WorkerEngine
-from kvshelf.vllm.worker.precision import precision
-from kvshelf.vllm.worker.registered_caches import RegisteredCaches, describe_caches
-from kvshelf.vllm.worker.slots import GroupSlots, TokenSlots
+from kvshelf.vllm.metadata import Orders
+from kvshelf.vllm.worker.layers import KindCache, StoredLayers, drafter_of, has_own_layers
+from kvshelf.vllm.worker.memory import device_ring, io_threads, take_memory
+from kvshelf.vllm.worker.slots import TokenSlots
 
 logger = logging.getLogger(__name__)
 
-# Most threads that load beside a GPU, where cores are idle.
-_MOST_IDLE_CORES = 8
-# Steps whose chunks the memory holds by default. Stores have half of it: one step is gathered while
-# another is being published.
-_STEPS = 4
-# At most one part in this many of the memory that the process may use is taken by default.
-_MEMORY_SHARE = 16
-# Takes the place of the fingerprint while it is not known: sizes do not depend on it.
-_ANY_WEIGHTS = "sha256:" + "0" * 64
 
+class _DraftCounters(Counters):
+    """Counts a drafter's chunks apart from the model's, and nothing else."""
 
-@dataclass(frozen=True, slots=True)
-class TransferMemory:
-    """How KV of one kind of one namespace moves. Its owner closes it.
+    def __init__(self, counters: Counters) -> None:
+        super().__init__()
+        self._counters = counters
 
-    Attributes
-    ----------
-    fmt : ObjectFormat
-    cache : KVCache
-        The registered caches.
-    places : ChunkPlaces
-        How chunks lie in the worker's memory.
-    plan : ShardPlan
-        The shards whose heads this worker holds.
-    slots : tuple of GroupSlots
-        How chunks lie in the blocks of the cache groups.
-    """
+    def add(self, name: str, amount: float = 1) -> None:
+        if f"draft_{name}" in COUNTERS:
+            self._counters.add(f"draft_{name}", amount)
 
-    fmt: ObjectFormat
-    cache: KVCache
-    places: ChunkPlaces
-    plan: ShardPlan
-    slots: tuple[GroupSlots, ...]
-
-    def fits(self, fmt: ObjectFormat) -> bool:
-        """Whether objects of another namespace have the same tensors."""
-        return fmt.shards == self.fmt.shards and all(
-            fmt.tensors(shard) == self.fmt.tensors(shard)
-            and fmt.object_size(shard) == self.fmt.object_size(shard)
-            for shard in self.plan.shards
-        )
-
-
-#: The memory of a namespace, for each kind of KV that the worker has.
-Memories: TypeAlias = Mapping[Kind, TransferMemory]
-
-
-def close_all(memories: Memories) -> None:
-    """Free the buffers of all kinds."""
-    for memory in memories.values():
-        memory.cache.close()
+    def observe(self, operation: str, seconds: float, count: int = 1) -> None:
+        pass
 
 
 class Registration:
-    """A worker's caches and their way to a namespace.
+    """The registered caches of a worker, and what moves their KV.
 
     Parameters
     ----------
-    engine : WorkerEngine
-    counters : Counters
-        Gets what is in the memory.
-    model : Registration, optional
-        That of the model's layers, for a drafter: its KV moves through the same memory.
+    vllm_config : VllmConfig
+    config : Config
+    assembly : Assembly
+        The shelf, and what this process has beside it.
+    kv_cache_config : KVCacheConfig, optional
+    rank : int
+    streams : Callable[[torch.device], Streams or None]
+        Returns the streams to use on a device; its own where the answer is None.
+    regions : Callable, optional
+        Takes memory for chunks, see :class:`~kvshelf.memory.chunk_memory.ChunkMemory`.
 
     Attributes
     ----------
+    model, drafter : StoredLayers
+        None where there is no drafter, or it is left out.
+    on_device : bool
+        Whether the caches are on a device, or used as if they were.
     host : ChunkMemory or None
-        The memory through which KV moves; None while its size is not known.
-    caches : RegisteredCaches or None
-    memories : Mapping of Kind to TransferMemory
-        What transfers use; empty while its size is not known.
-    namespace : Namespace or None
-        The one whose KV moves; None unless there is one.
-    disabled_reason : str
-        Empty unless disabled.
+        None while its size is not known.
+    transfers : Transfers or None
+        None until the first namespace is known.
+    views : Mapping of Kind to ShelfView
+        The objects of each kind in the namespace that is open.
+    promises : Promises or None
+    ahead : Mapping of Kind to ReadAhead
+        What is read ahead of requests that wait.
     """
 
     def __init__(
-        self, engine: WorkerEngine, counters: Counters, model: Registration | None = None
+        self,
+        vllm_config: Any,
+        config: Config,
+        assembly: Assembly,
+        kv_cache_config: Any = None,
+        rank: int = 0,
+        *,
+        streams: Callable[[torch.device], Streams | None] = lambda device: None,
+        regions: Regions | None = None,
     ) -> None:
-        self._engine = engine
-        self._counters = counters
-        self._model = model
+        engine = vllm_config, config, kv_cache_config, rank
+        self.model = StoredLayers(*engine)
+        self.drafter = drafter_of(*engine)
+        self.on_device = False
         self.host: ChunkMemory | None = None
-        self._vllm_config = engine.vllm_config
-        self._config = engine.config
-        self._lock = threading.Lock()
-        self.caches: RegisteredCaches | None = None
-        self.memories: Memories = {}
-        self.namespace: Namespace | None = None
-        self.disabled_reason = ""
-        #: The reason, until a fact for the scheduler has it, and whether it is logged already.
-        self._untold: list[tuple[str, bool]] = []
-        self._report: WorkerReport | None = None
-        self._identity: WeightsIdentity | None = None
+        self.transfers: Transfers | None = None
+        self.views: Mapping[Kind, ShelfView] = {}
+        self.promises: Promises | None = None
+        self.ahead: Mapping[Kind, ReadAhead] = {}
+        self._vllm_config = vllm_config
+        self._config = config
+        self._assembly = assembly
+        self._streams_of = streams
+        self._streams: Streams | None = None
+        self._regions = regions
+        self._log = RateLimitedLog(logger)
 
     @property
-    def serves(self) -> bool:
-        """Whether KV moves: the registration is serving, see the module."""
-        return self.namespace is not None and not self.disabled_reason
+    def layers(self) -> list[StoredLayers]:
+        """Those of the model, and behind them those of the drafter."""
+        return [self.model] if self.drafter is None else [self.model, self.drafter]
 
-    # ------------------------------------------------------------- caches and weights
+    @property
+    def serving(self) -> Transfers | None:
+        """What moves KV; None while there is no namespace or the worker is disabled."""
+        return self.transfers if self.model.serves else None
+
+    def moving(self, kind: Kind) -> KindCache | None:
+        """Return the caches of a kind whose KV moves now, while the worker serves."""
+        if kind != DRAFT:
+            return self.model.kinds.get(kind)
+        drafter = self.drafter
+        return drafter.kinds[DRAFT] if drafter is not None and drafter.serves else None
+
+    # ------------------------------------------------------------- caches
 
     def register(
         self, kv_caches: Mapping[str, torch.Tensor], modules: Iterable[torch.nn.Module] = ()
-    ) -> torch.device:
-        """Describe the engine's caches, allocate memory, start to fingerprint the weights.
+    ) -> None:
+        """Describe the engine's caches, take memory, start to fingerprint the weights.
 
         Parameters
         ----------
         kv_caches : Mapping
         modules : Iterable of Module
             Of the loaded model.
-
-        Returns
-        -------
-        device
-            That of all caches.
 
         Raises
         ------
@@ -210,267 +173,57 @@ class Registration:
         # Loads the compiled code now, so that no step has to.
         ops.implementation()
         modules = list(modules)
-        found = describe_caches(kv_caches, self._engine)
-        self._report = report = replace(
-            found.report,
-            attention_temperature=attention_temperature(modules),
-            # A drafter changes no answer.
-            precision=() if self._engine.of_drafter else precision(self._vllm_config, modules),
-        )
-        self.caches = found
-        ops.check_served(found.device)
-        self._check_fit(report)
-        if not self._engine.rank:
-            # Rank 0 fingerprints the weights for all ranks.
-            self._identity = WeightsIdentity(
+        fmt = self.model.describe(kv_caches, modules)
+        assert self.model.caches is not None
+        device = self.model.caches.device
+        self._streams = self._streams_of(device)
+        self.on_device = device.type != "cpu" or self._streams is not None
+        if fmt is not None:
+            self._allocate(self.model, fmt)
+        self.model.fingerprint(modules)
+        if self.drafter is not None:
+            try:
+                self._register_drafter(self.drafter, kv_caches)
+            except Exception as error:  # noqa: BLE001 - the engine is served without it
+                self.drafter.disable(f"{type(error).__name__}: {error}")
+
+    def _register_drafter(
+        self, drafter: StoredLayers, kv_caches: Mapping[str, torch.Tensor]
+    ) -> None:
+        if has_own_layers(drafter):
+            fmt = drafter.describe(kv_caches)
+            if fmt is not None and self.host is not None:
+                self._allocate(drafter, fmt)
+            drafter.fingerprint()
+
+    def _allocate(self, layers: StoredLayers, fmt: ObjectFormat) -> None:
+        """Make what moves each kind of some layers between the caches and memory."""
+        plans = layers.plans(fmt)
+        formats = {kind: fmt.of(kind) for kind in plans}
+        threads = io_threads(self._vllm_config, self.on_device)[0] + 1
+        if self.host is None:
+            assert self.model.caches is not None
+            self.host = take_memory(
                 self._vllm_config,
                 self._config,
-                on_known=self._weights_known,
-                on_problem=self.disable,
-                modules=modules,
+                {kind: (formats[kind], plan) for kind, plan in plans.items()},
+                threads=threads,
+                rank=self.model.rank,
+                device=self.model.caches.device if self.on_device else None,
+                regions=self._regions,
+                counters=self._assembly.counters,
             )
-            self._identity.start()
-        return found.device
+        for kind, plan in plans.items():
+            name = DRAFT if layers.of_drafter else kind
+            slot_bytes = ChunkPlaces(self.host, formats[kind], plan.shards).slot_bytes
+            self.host.serve((None, name), threads, slot_bytes)
+            layers.kinds[name] = self._kind_cache(layers, formats[kind], plan, threads - 1)
 
-    def _check_fit(self, report: WorkerReport) -> None:
-        """Refuse a configuration that does not fit; allocate where sizes are known."""
-        stages = self._vllm_config.parallel_config.pipeline_parallel_size
-        if stages == 1:
-            namespace = build_namespace(self._vllm_config, self._config, [report], _ANY_WEIGHTS)
-            fmt = ObjectFormat(namespace)
-            self._check_bound(fmt)
-            if self._model is None or self._model.host is not None:
-                self.memories = self._allocate(fmt)
-        else:
-            # The other stages' layers are not known here.
-            config_overrides(self._vllm_config.model_config, self._config)
-            make_topologies(
-                self._vllm_config,
-                [report] * stages,
-                decode_context=self._engine.context_ranks,
-            )
-
-    def _check_bound(self, fmt: ObjectFormat) -> None:
-        """Refuse a bound of the shelf that two chunks exceed; warn of one that a prompt exceeds."""
-        bound = self._config.capacity.max_bytes
-        if bound is None or self._config.read_only or self._engine.rank or self._engine.of_drafter:
-            return
-        formats = [fmt.of(kind) for kind in fmt.kinds]
-        chunk = sum(one.object_size(shard) for one in formats for shard in range(one.shards))
-        if bound < 2 * chunk:
-            raise ConfigError(
-                f"capacity.max_bytes is {size_text(bound)}, and a chunk of this model has"
-                f" {size_text(chunk)}: expected at least {size_text(2 * chunk)}, for two chunks"
-            )
-        tokens = int(self._vllm_config.model_config.max_model_len)
-        if bound < (needed := tokens // fmt.chunk_size * chunk):
-            logger.warning(
-                "capacity.max_bytes is %s, and a prompt of %d tokens (--max-model-len) needs %s:"
-                " of such prompts only a part is stored. Give more, or set --max-model-len lower",
-                size_text(bound),
-                tokens,
-                size_text(needed),
-            )
-
-    def cancel_weights(self) -> None:
-        """Stop fingerprinting; a running thread reports nothing any more."""
-        if self._identity is not None:
-            self._identity.cancel()
-
-    def _weights_known(self, weights: str, published: Published) -> None:
-        """Complete the report."""
-        assert self._report is not None
-        self._report = replace(
-            self._report, weights=weights, config=published.config, code=published.code
-        )
-
-    # ------------------------------------------------------------- scheduler
-
-    def disable(self, reason: str, *, already_logged: bool = False) -> None:
-        """Load and store nothing any more. Any thread; the first reason counts."""
-        with self._lock:
-            if not self.disabled_reason:
-                self.disabled_reason = reason
-                self._untold.append((reason, already_logged))
-
-    def take_disabled(self) -> list[tuple[str, bool]]:
-        """Return what :attr:`Facts.disabled` tells the scheduler; empty from the next call on."""
-        for memory in self.memories.values():
-            if memory.cache.problem:
-                # The device's own code has logged its failure.
-                self.disable(memory.cache.problem, already_logged=True)
-        with self._lock:
-            untold, self._untold = self._untold, []
-        return untold
-
-    def report(self) -> WorkerReport | None:
-        """Return the report, which each step sends until the worker serves or is disabled."""
-        return None if self.namespace is not None or self.disabled_reason else self._report
-
-    def open(self, encoded: bytes, slug: str) -> bool:
-        """Provide memory for a namespace in `memories`; False if there can be none.
-
-        No transfer may use what is there, which is kept where it fits.
-        """
-        try:
-            namespace = Namespace.from_bytes(encoded, slug)
-            self.memories = self._memory_for(ObjectFormat(namespace))
-        except (ValueError, RuntimeError) as error:
-            self.disable(str(error))
-            return False
-        self.namespace = namespace
-        return True
-
-    def leave(self) -> None:
-        """Note that no transfer uses the memory any more; the next namespace may."""
-        self.namespace = None
-
-    # ------------------------------------------------------------- sleep
-
-    def pause(self) -> None:
-        """Wait for running copies and begin no more: the caches' memory is about to be freed."""
-        for memory in self.memories.values():
-            memory.cache.pause()
-
-    def resume(self) -> None:
-        """Use the caches again after the engine slept. Idempotent.
-
-        Nothing is written to them: only shapes, strides, dtypes and devices of the caches that
-        the layers are bound to are compared with those that were learned.
-        """
-        if self.caches is not None and not self.caches.rebind(self._engine.layers):
-            self.disable(
-                "the engine's KV caches came back from sleep in another layout; nothing is stored"
-                " or loaded until the engine is restarted"
-            )
-        if not self.disabled_reason:
-            for memory in self.memories.values():
-                memory.cache.resume()
-
-    # ------------------------------------------------------------- memory
-
-    @property
-    def on_device(self) -> bool:
-        """Whether the caches are on a device, or used as if they were."""
-        assert self.caches is not None
-        return self.caches.device.type != "cpu" or self._streams() is not None
-
-    def _streams(self) -> Streams | None:
-        assert self.caches is not None
-        return self._engine.streams(self.caches.device)
-
-    def io_threads(self, properties: Properties | None = None) -> tuple[int, int]:
-        """Return how many threads load and store; the least numbers for an unknown storage."""
-        loads, stores = (1, 1) if properties is None else default_io_threads(properties)
-        if not self.on_device:
-            return loads, stores
-        # Most cores beside a GPU are idle. Assumes that all ranks of a stage share this machine.
-        ranks = stage_ranks(self._vllm_config)
-        idle = min(_MOST_IDLE_CORES, len(os.sched_getaffinity(0)) // (2 * ranks))
-        return max(2, loads, idle), max(1, stores, idle // 2)
-
-    def _ring(self, kind: Kind) -> int:
-        """Return how many chunks may be on their way from the device at once.
-
-        A step's chunks are gathered at once, much faster than they reach the host. If a step
-        completes more chunks than this, some are not stored. A step stores few states, which are
-        many times as large as a chunk's KV.
-        """
-        return DEFAULT_RING if kind == STATE else max(DEFAULT_RING, self._chunks_per_step())
-
-    def _chunks_per_step(self) -> int:
-        """Return how many chunks a step may complete; 0 if that is not known."""
-        tokens = int(getattr(self._vllm_config.scheduler_config, "max_num_batched_tokens", 0) or 0)
-        return -(-tokens // self._config.chunk_size)
-
-    def _take_host(self, places: Mapping[Kind, tuple[ObjectFormat, ShardPlan]]) -> ChunkMemory:
-        """Take the memory through which chunks of all kinds move, once.
-
-        Raises
-        ------
-        ConfigError
-            If there is not so much free memory.
-        """
-        if self._model is not None:
-            # The drafter opens after the model: the memory is there.
-            assert self._model.host is not None
-            return self._model.host
-        if self.host is not None:
-            return self.host
-        assert self.caches is not None
-        chunks = self._chunks_per_step()
-        step = sum(
-            math.ceil(chunks * (STATE_SHARE if kind == STATE else 1)) * _slot_bytes(fmt, plan)
-            for kind, (fmt, plan) in places.items()
-        )
-        keeps = self._config.memory_bytes > 0
-        chunk = sum(_slot_bytes(fmt, plan) for fmt, plan in places.values())
-        # The threads of an unknown storage: of others there are more, as far as memory allows.
-        spares = (self.io_threads()[0] + 1) * chunk
-        if keeps:
-            # That of this rank: the connector has divided it.
-            total = self._config.memory_bytes
-        else:
-            most = memory_limit() // _MEMORY_SHARE // local_ranks(self._vllm_config)
-            total = max(DEFAULT_MEMORY, min(_STEPS * step + spares, most), spares + 3 * chunk)
-        for_stores = (total - min(spares, total // 2)) // 2
-        if chunks and for_stores < step and not self._engine.rank:
-            logger.warning(
-                "stores have %d bytes of memory, too few for the %d chunks that one step of %d"
-                " tokens may complete: chunks of full attention are stored in later steps while"
-                " their requests run, and the rest of such a step is not stored. It all takes %d"
-                " bytes: give the engine twice as much memory, or set --max-num-batched-tokens"
-                " lower",
-                for_stores,
-                chunks,
-                self._vllm_config.scheduler_config.max_num_batched_tokens,
-                step,
-            )
-        self.host = ChunkMemory(
-            total,
-            keeps=keeps,
-            first_bytes=2 * step,
-            device=self.caches.device if self.on_device else None,
-            regions=self._engine.regions,
-            counters=self._counters,
-            on_thread_start=widen_cpu_affinity,
-        )
-        return self.host
-
-    def _memory_for(self, fmt: ObjectFormat) -> Memories:
-        """Use the memory that is there; close it and allocate other memory if it does not fit."""
-        ready = self.memories
-        formats = {kind: fmt.of(kind) for kind in fmt.kinds}
-        if ready and all(kind in formats and ready[kind].fits(formats[kind]) for kind in ready):
-            return {kind: replace(memory, fmt=formats[kind]) for kind, memory in ready.items()}
-        close_all(ready)
-        return self._allocate(fmt)
-
-    def _allocate(self, fmt: ObjectFormat) -> Memories:
-        """Allocate memory for a namespace."""
-        assert self.caches is not None
-        record: Mapping[str, Any] = fmt.namespace.record
-        topologies = topologies_of(
-            self._vllm_config, record, decode_context=self._engine.context_ranks
-        )
-        plans = shard_plans(record, topologies, self._engine.rank)
-        formats = {kind: fmt.of(kind) for kind in plans}
-        host = self._take_host({kind: (formats[kind], plan) for kind, plan in plans.items()})
-        memories: dict[Kind, TransferMemory] = {}
-        try:
-            for kind, plan in plans.items():
-                memories[kind] = self._allocate_kind(formats[kind], plan, host)
-        except Exception:
-            close_all(memories)
-            raise
-        return memories
-
-    def _allocate_kind(
-        self, fmt: ObjectFormat, plan: ShardPlan, host: ChunkMemory
-    ) -> TransferMemory:
-        """Make what moves one kind between the caches and memory."""
-        assert self.caches is not None
-        caches = self.caches.kinds.get(fmt.kind)
+    def _kind_cache(
+        self, layers: StoredLayers, fmt: ObjectFormat, plan: ShardPlan, load_threads: int
+    ) -> KindCache:
+        assert layers.caches is not None and self.host is not None
+        caches = layers.caches.kinds.get(fmt.kind)
         if caches is None:
             raise ConfigError(
                 f"the namespace has layers of kind {fmt.kind} in this stage, and none are"
@@ -483,38 +236,180 @@ class Registration:
             parallel = self._vllm_config.parallel_config
             interleave = int(getattr(parallel, "cp_kv_cache_interleave_size", 1))
             slots = tuple(
-                one.of_rank(plan, interleave) for one in slots if isinstance(one, TokenSlots)
+                of_group.of_rank(plan, interleave)
+                for of_group in slots
+                if isinstance(of_group, TokenSlots)
             )
-        on_device = self.on_device
-        places = ChunkPlaces(host, fmt, plan.shards)
-        kind = DRAFT if self._engine.of_drafter else fmt.kind
-        host.serve((None, kind), self.io_threads()[0] + 1, places.slot_bytes)
         calls = layer_calls(fmt, caches.runs, plan)
         cache: KVCache
-        if not on_device:
+        if not self.on_device:
             cache = HostKVCache(calls)
         else:
             cache = DeviceKVCache(
                 calls,
                 # A worker with parts of shards never gathers.
-                ring=1 if plan.divided else self._ring(fmt.kind),
-                loads=self.io_threads()[0],
-                pinned=host.is_page_locked,
-                streams=self._streams(),
+                ring=1 if plan.divided else device_ring(self._vllm_config, self._config, fmt.kind),
+                loads=load_threads,
+                pinned=self.host.is_page_locked,
+                streams=self._streams,
             )
-        return TransferMemory(fmt, cache, places, plan, slots)
+        return KindCache(fmt, cache, plan, slots)
+
+    # ------------------------------------------------------------- namespaces
+
+    def open(self, encoded: bytes, slug: str) -> bool:
+        """Move KV of a namespace from now on; return whether that is so.
+
+        What is queued of earlier weights is published beside it.
+
+        Raises
+        ------
+        RuntimeError
+            If the system allows no threads now. The next call tries again.
+        """
+        model, shelf = self.model, self._assembly.shelf()
+        if model.namespace is not None and model.namespace.encoded == encoded:
+            return True
+        self._assembly.keep_bounds()
+        if shelf is None or model.caches is None or model.disabled_reason:
+            # The scheduler announces the namespace until this worker's reports end.
+            return False
+        fmt = self._format_in(model, encoded, slug)
+        if fmt is None:
+            return False
+        if self.transfers is None:
+            self._start(shelf.backend)
+        self.views = {kind: shelf.view(fmt.of(kind)) for kind in model.kinds}
+        model.namespace = fmt.namespace
+        return True
+
+    def open_drafts(self, encoded: bytes, slug: str) -> None:
+        """Also move KV of a namespace of the drafter; never raises."""
+        drafter, transfers, shelf = self.drafter, self.serving, self._assembly.shelf()
+        if drafter is None or drafter.namespace is not None or transfers is None or shelf is None:
+            return
+        try:
+            fmt = self._format_in(drafter, encoded, slug)
+            if fmt is not None:
+                counters = _DraftCounters(self._assembly.counters)
+                transfers.add(self._context(DRAFT, drafter.kinds[DRAFT], shelf.backend, counters))
+                self.views = {**self.views, DRAFT: shelf.view(fmt)}
+                drafter.namespace = fmt.namespace
+        except Exception as error:  # noqa: BLE001 - the next step tries again
+            self._log.error("KV of a drafter does not move yet", exc_info=error)
+
+    def _format_in(self, layers: StoredLayers, encoded: bytes, slug: str) -> ObjectFormat | None:
+        """Return the format of a namespace; None if the layers cannot use it, and are disabled."""
+        try:
+            fmt = ObjectFormat(Namespace.from_bytes(encoded, slug))
+            if not layers.kinds:
+                self._allocate(layers, fmt)
+            for kind in layers.kinds.values():
+                if kind.fmt.kind not in fmt.kinds or not kind.fits(fmt.of(kind.fmt.kind)):
+                    raise ConfigError(
+                        "objects of this engine's namespace have other sizes than those for which"
+                        " memory was taken: restart the engine, or nothing is loaded or stored"
+                    )
+        except (ValueError, RuntimeError) as error:
+            layers.disable(str(error))
+            return None
+        return fmt
+
+    def _start(self, backend: GuardedBackend) -> None:
+        """Start the threads that move the model's KV, all kinds of it."""
+        counters = self._assembly.counters
+        contexts = [
+            self._context(kind, of_kind, backend, counters)
+            for kind, of_kind in self.model.kinds.items()
+        ]
+        self.transfers = transfers = Transfers(contexts)
+        self.promises = Promises(
+            counters, keeper=self._assembly.keeper, on_thread_start=widen_cpu_affinity
+        )
+        assert self.host is not None
+        self.host.grow()
+        if self._config.reads_ahead(backend.properties.probe_cost):
+            self.ahead = {
+                context.kind: ReadAhead(context, transfers.loads[context.kind])
+                for context in contexts
+            }
+
+    def _context(
+        self, kind: Kind, of_kind: KindCache, backend: GuardedBackend, counters: Counters
+    ) -> TransferContext:
+        """Return what the stores and loads of a kind have."""
+        assert self.host is not None
+        fmt = of_kind.fmt
+        threads = io_threads(self._vllm_config, self.on_device, backend.properties)
+        if fmt.kind != fmt.kinds[0]:
+            # These have fewer objects, and all kinds share the processors.
+            threads = max(1, threads[0] // 2), max(1, threads[1] // 2)
+        return TransferContext(
+            fmt,
+            backend,
+            of_kind.cache,
+            self.host,
+            counters,
+            of_kind.plan,
+            load_threads=threads[0],
+            store_threads=threads[1],
+            on_thread_start=widen_cpu_affinity,
+            of_drafter=kind == DRAFT,
+        )
+
+    # ------------------------------------------------------------- hand-overs, orders
+
+    @property
+    def marker_view(self) -> ShelfView:
+        """The view of the open namespace by which markers are written."""
+        return self.views[FULL] if FULL in self.views else next(iter(self.views.values()))
+
+    def give_up(self, attempt: str) -> None:
+        """Mark a promise in the namespace that is open as broken."""
+        if self.promises is not None:
+            self.promises.give_up(self.marker_view, attempt)
+
+    def take_orders(self, orders: Orders) -> None:
+        """Forget what is known of the shelf, if it is time for that."""
+        if orders.reset and self.transfers is not None:
+            self.transfers.forget_stored()
+
+    # ------------------------------------------------------------- sleep, the end
+
+    def pause(self) -> None:
+        """Wait for running copies and begin no more: the caches' memory is about to be freed."""
+        for layers in self.layers:
+            for kind in layers.kinds.values():
+                kind.cache.pause()
+
+    def drain(self, seconds: float) -> int:
+        """Wait until stores are published; return how many chunks are not."""
+        return 0 if self.transfers is None else self.transfers.drain(seconds)
+
+    def end_transfers(self, drain_seconds: float, marker_seconds: float) -> int:
+        """Stop the threads; return how many chunks were lost.
+
+        A part of the time is kept for the markers of chunks that could not be stored.
+        """
+        for ahead in self.ahead.values():
+            ahead.release_all()
+        self.ahead = {}
+        if self.promises is None or not self.promises.given:
+            marker_seconds = 0.0
+        transfers, self.transfers = self.transfers, None
+        lost = 0 if transfers is None else transfers.close(drain_seconds - marker_seconds)
+        if self.promises is not None:
+            self.promises.close(marker_seconds)
+        return lost
 
     def close(self) -> None:
-        """Free the memory, and stop the thread."""
-        self.cancel_weights()
-        close_all(self.memories)
+        """Free the memory."""
+        for layers in self.layers:
+            layers.cancel_weights()
+            for kind in layers.kinds.values():
+                kind.cache.close()
         if self.host is not None:
             self.host.close()
-
-
-def _slot_bytes(fmt: ObjectFormat, plan: ShardPlan) -> int:
-    """Return the bytes of a chunk of one kind in memory."""
-    return sum(rounded(fmt.object_size(shard)) for shard in plan.shards)
 
 
 def _check_context_group(plan: ShardPlan) -> None:

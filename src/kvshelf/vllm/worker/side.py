@@ -2,9 +2,8 @@
 
 Owns the parts of a worker and the order in which a step, a sleep and the end run through them, and
 what the scheduler side and vLLM's metrics learn. What each of them does is in
-:mod:`~kvshelf.vllm.worker.parts`, :mod:`~kvshelf.vllm.worker.loads`,
-:mod:`~kvshelf.vllm.worker.stores`, :mod:`~kvshelf.vllm.worker.drafter` and
-:mod:`~kvshelf.vllm.worker.weights`.
+:mod:`~kvshelf.vllm.worker.registration`, :mod:`~kvshelf.vllm.worker.loads`,
+:mod:`~kvshelf.vllm.worker.stores` and :mod:`~kvshelf.vllm.worker.weights`.
 
 The device that holds the caches is a parameter: chunks move between caches in host memory and
 the memory for chunks at once, between caches on a GPU and that memory by :mod:`kvshelf.kv.device`.
@@ -24,24 +23,25 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from typing import Final
+from typing import Any, Final
 
 import torch
 
 from kvshelf.assembly import Assembly
 from kvshelf.backends.breaker import BreakerState
+from kvshelf.config import Config
 from kvshelf.errors import UnsupportedError
+from kvshelf.kv.streams import Streams
+from kvshelf.memory.chunk_memory import Regions
 from kvshelf.urls import directory_of
 from kvshelf.vllm.adapters import LoadedAdapters
 from kvshelf.vllm.groups import CacheGroups
 from kvshelf.vllm.messages import Inbox, Outbox
 from kvshelf.vllm.metadata import Facts, Orders, StepMetadata, WorkerMetadata
-from kvshelf.vllm.worker.drafter import Drafter
-from kvshelf.vllm.worker.engine import WorkerEngine
+from kvshelf.vllm.namespace import manager_block_size
 from kvshelf.vllm.worker.loads import WorkerLoads
-from kvshelf.vllm.worker.parts import Part
 from kvshelf.vllm.worker.ranks import RanksFile
 from kvshelf.vllm.worker.registration import Registration
 from kvshelf.vllm.worker.stores import WorkerStores
@@ -71,9 +71,12 @@ class WorkerSide:
 
     Parameters
     ----------
-    engine : WorkerEngine
+    vllm_config : VllmConfig
+    config : Config
     assembly : Assembly
         The shelf, and what this process has beside it; closed with the worker side.
+    kv_cache_config, rank, streams, regions
+        As for :class:`~kvshelf.vllm.worker.registration.Registration`.
     may_store : bool
         Whether the engine stores anything: no object that it finds bad is replaced otherwise.
     others_fill : bool
@@ -81,47 +84,47 @@ class WorkerSide:
 
     Attributes
     ----------
-    rank : int
-    counters : Counters
-    model : Part
-        The layers of the model.
-    drafter : Drafter or None
+    registration : Registration
     weights : WorkerWeights
-    adapters : LoadedAdapters
     loads : WorkerLoads
     stores : WorkerStores
     """
 
     def __init__(
         self,
-        engine: WorkerEngine,
+        vllm_config: Any,
+        config: Config,
         assembly: Assembly,
+        kv_cache_config: Any = None,
+        rank: int = 0,
         *,
+        streams: Callable[[torch.device], Streams | None] = lambda device: None,
+        regions: Regions | None = None,
         may_store: bool = True,
         others_fill: bool = False,
     ) -> None:
-        self.rank = engine.rank
+        self.rank = rank
         self.counters = assembly.counters
-        self._vllm_config = engine.vllm_config
-        self._config = engine.config
+        self._vllm_config = vllm_config
+        self._config = config
         self._assembly = assembly
-        groups = CacheGroups(engine.vllm_config, engine.kv_cache_config)
-        self.model = Part(engine, assembly, self.counters)
-        self.drafter = Drafter.of(engine, self.model, self.counters)
-        self.weights = WorkerWeights(engine.vllm_config)
+        engine = vllm_config, config, assembly, kv_cache_config, rank
+        self.registration = Registration(*engine, streams=streams, regions=regions)
+        self.weights = WorkerWeights(vllm_config)
         #: What the scheduler side must learn.
         self._facts = facts = Outbox(Facts)
         self.adapters = LoadedAdapters(facts)
-        of_parts = self.model, self.drafter, self.weights, self.adapters
-        self.loads = WorkerLoads(engine, assembly, *of_parts, facts, groups.hybrid, may_store)
-        self.stores = WorkerStores(engine, self.counters, *of_parts, facts, others_fill)
-        receivers = [self.model.take_orders, self.loads.take_orders, self.stores.take_orders]
+        parts = self.registration, self.weights, self.adapters, facts
+        hybrid = CacheGroups(vllm_config, kv_cache_config).hybrid
+        block_size = manager_block_size(vllm_config, kv_cache_config)
+        self.loads = WorkerLoads(config.chunk_size, block_size, assembly, *parts, hybrid, may_store)
+        self.stores = WorkerStores(config, self.counters, *parts, others_fill)
+        receivers = [self.registration.take_orders, self.loads.take_orders, self.stores.take_orders]
         self._ranks_file: RanksFile | None = None
-        config, several = engine.config, engine.vllm_config.parallel_config.world_size > 1
+        several = vllm_config.parallel_config.world_size > 1
         in_directory = config.server is None and directory_of(config.shared_storage_path or "")
-        if several and in_directory and (self.rank or may_store):
-            disable = self.model.registration.disable
-            self._ranks_file = RanksFile(self.rank, assembly.shelf, disable)
+        if several and in_directory and (rank or may_store):
+            self._ranks_file = RanksFile(rank, assembly.shelf, self.registration.model.disable)
             receivers.append(self._ranks_file.take_orders)
         self._orders = Inbox[Orders](receivers)
         self._meta: StepMetadata | None = None
@@ -131,11 +134,6 @@ class WorkerSide:
         #: What the scheduler has been told.
         self._breaker_open = False
         self._writes_refused = False
-
-    @property
-    def _registrations(self) -> list[Registration]:
-        drafter = self.drafter
-        return [self.model.registration] + ([] if drafter is None else [drafter.registration])
 
     # ------------------------------------------------------------- caches
 
@@ -149,8 +147,7 @@ class WorkerSide:
         ConfigError
             If the configuration does not fit the caches or the engine.
         """
-        registration = self.model.registration
-        if registration.caches is not None:
+        if self.registration.model.caches is not None:
             raise UnsupportedError("vLLM has replaced the KV caches of a running worker")
         self.weights.watch(self)
         if getattr(self._vllm_config, "lora_config", None) and not self.adapters.watch():
@@ -158,9 +155,7 @@ class WorkerSide:
                 "this vLLM version does not expose which LoRA adapters it loads, so KV of requests"
                 " with one is not stored"
             )
-        registration.register(kv_caches, self.weights.modules)
-        if self.drafter is not None:
-            self.drafter.register(kv_caches)
+        self.registration.register(kv_caches, self.weights.modules)
 
     def weights_changed(self, how: str, version: str = "") -> None:
         """Load and store nothing until the weights are known: `how` changes or discards them.
@@ -176,8 +171,8 @@ class WorkerSide:
         """
         self.weights.changed(how, version)
         self.loads.stop()
-        if self.drafter is not None:
-            self.drafter.registration.disable("the engine's weights were changed in place")
+        if self.registration.drafter is not None:
+            self.registration.drafter.disable("the engine's weights were changed in place")
 
     def fall_asleep(self) -> None:
         """Publish what is staged, and stop using the caches: their memory is freed. Idempotent.
@@ -186,14 +181,13 @@ class WorkerSide:
         that come later.
         """
         self.loads.invalidate()
-        self.model.drain(DRAIN_SECONDS)
-        for registration in self._registrations:
-            registration.pause()
+        self.registration.drain(DRAIN_SECONDS)
+        self.registration.pause()
 
     def wake_up(self) -> None:
-        """Use the caches again after the engine slept, see :meth:`Registration.resume`."""
-        for registration in self._registrations:
-            registration.resume()
+        """Use the caches again after the engine slept, see :meth:`StoredLayers.resume`."""
+        for layers in self.registration.layers:
+            layers.resume()
 
     # ------------------------------------------------------------- steps
 
@@ -207,30 +201,19 @@ class WorkerSide:
         if self.weights.begin(meta.weights_round):
             self.loads.stop()
         if meta.namespace is not None and self.weights.agree(meta.weights_round):
-            self._open(*meta.namespace)
-        if self.drafter is not None:
-            self.drafter.announced(meta.draft_namespace)
+            is_open = self.registration.open(*meta.namespace)
+            if is_open:
+                self.weights.settle()
+        if meta.draft_namespace is not None:
+            self.registration.open_drafts(*meta.draft_namespace)
         self.loads.read_ahead(meta.prefetches)
         # On a CPU no work of an earlier step is in flight when a step begins, so loads need not
         # wait until this step's forward pass is enqueued. Nor need they on a device: vLLM has
         # enqueued the zeroing and the copies of blocks that belong to this step
         # (``_update_states`` in vllm/v1/worker/gpu_model_runner.py, ``update_requests`` in
         # vllm/v1/worker/gpu/model_runner.py), and no request of the step has a load's blocks.
-        registration = self.model.registration
-        can_begin = bool(meta.loads) and registration.caches is not None
-        if can_begin and not registration.on_device:
+        if meta.loads and not self.registration.on_device:
             self.loads.start()
-
-    def _open(self, encoded: bytes, slug: str) -> None:
-        """Continue in the namespace that the scheduler has named."""
-        known = self.model.registration.namespace
-        if known is None or known.encoded != encoded:
-            self._assembly.keep_bounds()
-            if self.loads.running and self.model.transfers is not None:
-                # Their blocks may still be written to. All are cancelled, so they end soon.
-                return
-        if self.model.open(encoded, slug):
-            self.weights.settle()
 
     def clear(self, meta: StepMetadata) -> None:
         """End a step, whether or not it could begin."""
@@ -246,18 +229,20 @@ class WorkerSide:
         self.stores.note_room()
         meta = WorkerMetadata()
         self.weights.advance(idle=self._meta is None or self._meta.idle)
-        self._facts.next.disabled += self.model.registration.take_disabled()
+        self._facts.next.disabled += self.registration.model.take_disabled()
         if self._ranks_file is not None:
             self._facts.next.ranks_file += self._ranks_file.take_written()
-        report = self.model.registration.report()
+        report = self.registration.model.report()
         if report is not None:
             meta.reports = {self.rank: report}
         weights = self.weights.report(asked=report is not None)
         if weights is not None:
             meta.weights = {self.rank: weights}
-        if self.drafter is not None:
-            self._facts.next.drafter_disabled += self.drafter.registration.take_disabled()
-            meta.draft_reports = self.drafter.report()
+        drafter = self.registration.drafter
+        if drafter is not None:
+            self._facts.next.drafter_disabled += drafter.take_disabled()
+            if (report := drafter.report()) is not None:
+                meta.draft_reports = {drafter.rank: report}
         step = self._meta
         if step is not None and step.timed_step:
             meta.timed_steps = {self.rank: step.timed_step}
@@ -274,11 +259,11 @@ class WorkerSide:
 
     def _note_storage(self, facts: Facts) -> None:
         """Note what stores have left on the shelf, and whether its storage answers."""
-        transfers, shelf = self.model.transfers, self._assembly.shelf()
+        transfers, shelf = self.registration.transfers, self._assembly.shelf()
         if transfers is None or shelf is None:
             return
         facts.repaired += transfers.take_repaired()
-        breaker_open, promises = not shelf.available, self.model.promises
+        breaker_open, promises = not shelf.available, self.registration.promises
         if self.loads.take_refused() or self._breaker_open is not breaker_open:
             self._breaker_open = facts.breaker_open = breaker_open
         properties = shelf.backend.properties
@@ -289,7 +274,7 @@ class WorkerSide:
 
     def set_gauges(self) -> None:
         """Bring the gauges in `counters` up to date."""
-        host = self.model.registration.host
+        host = self.registration.host
         if host is not None:
             host.report()
         shelf = self._assembly.shelf()
@@ -327,25 +312,22 @@ class WorkerSide:
 
     def drain(self, seconds: float) -> int:
         """Wait until stores are published; return how many chunks are not."""
-        return self.model.drain(seconds)
+        return self.registration.drain(seconds)
 
     def close(self) -> None:
         """Publish what is in flight for a bounded time, log what was lost, stop all threads."""
         # All of these are called, the last one first, whatever some of them raise.
         with ExitStack() as stack:
-            for closing in self.model.registration, self.drafter:
-                if closing is not None:
-                    stack.callback(closing.close)
+            stack.callback(self.registration.close)
             stack.callback(self._assembly.close)
-            stack.callback(self._close_model, DRAIN_SECONDS)
+            stack.callback(self._end_transfers, DRAIN_SECONDS)
             if self._ranks_file is not None:
                 stack.callback(self._ranks_file.close)
-            for registration in self._registrations:
-                stack.callback(registration.cancel_weights)
+            for layers in self.registration.layers:
+                stack.callback(layers.cancel_weights)
 
-    def _close_model(self, seconds: float) -> None:
-        markers = min(_MARKER_SECONDS, seconds / 4) if self.model.promised else 0.0
-        lost = self.model.close(seconds - markers, markers)
+    def _end_transfers(self, seconds: float) -> None:
+        lost = self.registration.end_transfers(seconds, min(_MARKER_SECONDS, seconds / 4))
         if lost:
             logger.warning(
                 "%d chunks were not stored in the last %g s of the engine, and are lost",

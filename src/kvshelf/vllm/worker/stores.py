@@ -26,6 +26,7 @@ import logging
 import sys
 from dataclasses import dataclass, field
 
+from kvshelf.config import Config
 from kvshelf.format.kinds import DRAFT, FULL, STATE
 from kvshelf.metrics import Counters
 from kvshelf.transfer.context import ChunkSlots
@@ -33,10 +34,8 @@ from kvshelf.transfer.stores import StoreOutcome
 from kvshelf.vllm.adapters import LoadedAdapters
 from kvshelf.vllm.messages import Outbox
 from kvshelf.vllm.metadata import NULL_BLOCK, Facts, Orders, StepMetadata, StoreOp
-from kvshelf.vllm.worker.drafter import Drafter
-from kvshelf.vllm.worker.engine import WorkerEngine
 from kvshelf.vllm.worker.loads import IDLE_WAIT_SECONDS
-from kvshelf.vllm.worker.parts import Part
+from kvshelf.vllm.worker.registration import Registration
 from kvshelf.vllm.worker.slots import slots_to_store
 from kvshelf.vllm.worker.weights import WorkerWeights
 
@@ -49,11 +48,9 @@ class WorkerStores:
 
     Parameters
     ----------
-    engine : WorkerEngine
+    config : Config
     counters : Counters
-    model : Part
-    drafter : Drafter or None
-        Stores its own layers' KV of the same chunks.
+    registration : Registration
     weights : WorkerWeights
     adapters : LoadedAdapters
     facts : Outbox of Facts
@@ -62,10 +59,9 @@ class WorkerStores:
         Whether another connector may fill free blocks without waiting for the engine's stream.
     """
 
-    engine: WorkerEngine
+    config: Config
     counters: Counters
-    model: Part
-    drafter: Drafter | None
+    registration: Registration
     weights: WorkerWeights
     adapters: LoadedAdapters
     facts: Outbox[Facts]
@@ -85,7 +81,7 @@ class WorkerStores:
     def take_orders(self, orders: Orders) -> None:
         """Take which blocks are no longer needed, and which promises have failed."""
         for attempt in orders.broken:
-            self.model.give_up(attempt)
+            self.registration.give_up(attempt)
         self._released.update(orders.released)
 
     def begin(self, meta: StepMetadata) -> None:
@@ -109,8 +105,9 @@ class WorkerStores:
         meta = self._meta
         if meta is not None:
             self._number = meta.number or self._number
-        if meta is not None and meta.idle and meta.waits_for_room and self.model.serving:
-            full = self.model.serving.stores.get(FULL)
+        transfers = self.registration.serving
+        if meta is not None and meta.idle and meta.waits_for_room and transfers is not None:
+            full = transfers.stores.get(FULL)
             if full is not None:
                 full.await_room(IDLE_WAIT_SECONDS)
 
@@ -126,7 +123,11 @@ class WorkerStores:
 
     def note_room(self) -> None:
         """Note for the scheduler for how many chunks there is room, unless it knows."""
-        full = None if self.model.serving is None else self.model.serving.stores.get(FULL)
+        full = (
+            None
+            if self.registration.serving is None
+            else self.registration.serving.stores.get(FULL)
+        )
         room = self._number, sys.maxsize if full is None else full.room
         if self._number and room != self._told:
             self._told = self.facts.next.room = room
@@ -144,19 +145,19 @@ class WorkerStores:
     def _break_promise(self, op: StoreOp) -> None:
         """Mark the promise of a store as broken, if another engine waits for the chunk."""
         if op.attempt and op.kind != DRAFT:
-            self.model.give_up(op.attempt)
+            self.registration.give_up(op.attempt)
 
     # ------------------------------------------------------------- gather
 
     def _gather(self, *, late: bool) -> None:
         """Gather the step's chunks, those that are complete late only if it is `late`."""
         meta = self._meta
-        if meta is None or not meta.stores or self.model.transfers is None:
+        if meta is None or not meta.stores or self.registration.transfers is None:
             return
         stores = [op for op in meta.stores if late or not op.late]
         # vLLM also calls this while an exception leaves the forward pass. It is not known then
         # which layers have written their KV.
-        usable = self.model.serving is not None and sys.exc_info()[0] is None
+        usable = self.registration.serving is not None and sys.exc_info()[0] is None
         # Until here, what an error keeps from being gathered is dropped with the step.
         meta.stores = [op for op in meta.stores if op.late and not late]
         refused: set[str] = set()
@@ -182,16 +183,15 @@ class WorkerStores:
 
     def _store(self, op: StoreOp) -> StoreOutcome | None:
         """Gather one chunk; None if it cannot be stored, and :class:`Stores` was not called."""
-        transfers = self.model.serving
+        transfers = self.registration.serving
         if transfers is None or not self.weights.is_current(op):
             self._drop(op, "weights_changed")
             return None
         if self.others_fill and (self._may_be_over or (op.late and op.kind == STATE)):
             # vLLM may have freed the block.
             return None
-        drafts = self.drafter.memory if self.drafter is not None and op.kind == DRAFT else None
-        memory = drafts or self.model.registration.memories.get(op.kind)
-        if memory is None:
+        of_kind = self.registration.moving(op.kind)
+        if of_kind is None:
             # This rank has no layers of this kind.
             return StoreOutcome.KNOWN
         if any(NULL_BLOCK in ids for ids in op.block_ids):
@@ -201,13 +201,15 @@ class WorkerStores:
             return None
         chunk = op.chunk
         tokens = chunk.tokens if chunk.tail else None
-        size = self.engine.config.chunk_size
-        slots = slots_to_store(memory.slots, op.block_ids, chunk.index, size, tokens=tokens)
+        size = self.config.chunk_size
+        slots = slots_to_store(of_kind.slots, op.block_ids, chunk.index, size, tokens=tokens)
         # Requests that wait for the chunk do not wait for the drafter's KV, but profit from it.
-        promises = self.model.promises if op.attempt or chunk.tail else None
+        promises = self.registration.promises if op.attempt or chunk.tail else None
         promises = None if op.kind == DRAFT else promises
-        on_done = None if promises is None else promises.watch(op.attempt)
+        marker_view = self.registration.marker_view
+        on_done = None if promises is None else promises.watch(marker_view, op.attempt)
         outcome = transfers.stores[op.kind].store(
+            self.registration.views[op.kind],
             ChunkSlots(chunk, slots),
             repair=op.repair,
             age=op.age,
@@ -218,5 +220,5 @@ class WorkerStores:
         )
         refused = op.kind == FULL and outcome is StoreOutcome.STAGING_FULL
         if promises is not None and not refused:
-            promises.note(op.attempt, chunk, outcome)
+            promises.note(marker_view, op.attempt, outcome)
         return outcome
