@@ -26,9 +26,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from kvshelf.config import Config
 from kvshelf.format.kinds import DRAFT, FULL, STATE
-from kvshelf.metrics import Counters
 from kvshelf.transfer.context import ChunkSlots
 from kvshelf.transfer.stores import StoreOutcome
 from kvshelf.vllm.adapters import LoadedAdapters
@@ -52,8 +50,6 @@ class WorkerStores:
 
     Parameters
     ----------
-    config : Config
-    counters : Counters
     registration : Registration
     weights : WorkerWeights
     adapters : LoadedAdapters
@@ -63,8 +59,6 @@ class WorkerStores:
         Whether another connector may fill free blocks without waiting for the engine's stream.
     """
 
-    config: Config
-    counters: Counters
     registration: Registration
     weights: WorkerWeights
     adapters: LoadedAdapters
@@ -75,7 +69,7 @@ class WorkerStores:
     _may_be_over: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
-        self._postponed = PostponedStores(self.config.handover_wait_s)
+        self._postponed = PostponedStores(self.registration.config.handover_wait_s)
 
     # ------------------------------------------------------------- steps
 
@@ -131,7 +125,7 @@ class WorkerStores:
     def _drop(self, op: StoreOp, why: str) -> None:
         """Count a chunk that is not stored. Of a drafter's only those are counted that move."""
         if op.kind != DRAFT:
-            self.counters.add(f"dropped_chunks_{why}")
+            self.registration.assembly.counters.add(f"dropped_chunks_{why}")
 
     def _break_promise(self, op: StoreOp) -> None:
         """Mark the promise of a store as broken, if another engine waits for the chunk."""
@@ -210,7 +204,7 @@ class WorkerStores:
             return None
         chunk = op.chunk
         tokens = chunk.tokens if chunk.tail else None
-        size = self.config.chunk_size
+        size = self.registration.config.chunk_size
         slots = slots_to_store(of_kind.slots, op.block_ids, chunk.index, size, tokens=tokens)
         # Requests that wait for the chunk do not wait for the drafter's KV, but profit from it.
         promises = self.registration.promises if op.attempt or chunk.tail else None
