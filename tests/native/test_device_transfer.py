@@ -236,8 +236,7 @@ def test_what_is_read_ahead_asks_nothing_of_the_device(
 
         monkeypatch.setattr(DeviceKVCache, "fence", broken)
         none, ended = torch.empty(0, dtype=torch.int64), threading.Event()
-        load = rig.loads.load(
-            rig.view,
+        load = rig.read(
             [ChunkSlots(chunk, none) for chunk in chunks],
             early=True,
             on_done=lambda _: ended.set(),

@@ -376,14 +376,9 @@ def test_read_ahead_that_finds_no_memory_waits_for_none_and_is_tried_again(
     with closing(Waiting(tmp_path / "shelf", LENGTH)) as ahead:
         chunks = ahead.stored(0)
         give_back = ahead.take_memory()
-        loads, begun = ahead.transfers.loads[FULL], []
+        loads, begun = ahead.transfers.loads[FULL], list[Piece]()
         load = loads.load
-
-        def noted(*args: Any, **options: Any) -> Piece:
-            begun.append(load(*args, **options))
-            return begun[-1]
-
-        monkeypatch.setattr(loads, "load", noted)
+        monkeypatch.setattr(loads, "load", lambda piece: begun.append(piece) or load(piece))
         ahead.ahead.add("r", ahead.views[FULL], chunks)
         time.sleep(0.1)
         assert [load.finished for load in begun] == [True]
