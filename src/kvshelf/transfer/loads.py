@@ -380,13 +380,18 @@ class Loads(TransferHalf):
             self._begun.remove(reading)
         return shards
 
+    def _take_wants(self, reading: Reading) -> list[tuple[Piece, int]]:
+        """Let no further load share a chunk; return the loads that it is for."""
+        if self._reading.get(reading.name) is reading:
+            del self._reading[reading.name]
+        wants, reading.wants = reading.wants, []
+        return wants
+
     def _end(self, reading: Reading) -> list[tuple[Piece, int]]:
         """Let nothing more come of a chunk that is being read; return the loads that it was for."""
-        wants, reading.wants = reading.wants, []
+        wants = self._take_wants(reading)
         if not reading.is_over:
             reading.is_over = True
-            if self._reading.get(reading.name) is reading:
-                del self._reading[reading.name]
             if reading.unread:
                 self._begun.remove(reading)
                 reading.unfinished -= len(reading.unread)
@@ -507,9 +512,7 @@ class Loads(TransferHalf):
         """Copy a chunk to where the loads want it, give its memory back, and note that it came."""
         slot = reading.slot
         with self._lock:
-            if self._reading.get(reading.name) is reading:
-                del self._reading[reading.name]
-            wants, reading.wants = reading.wants, []
+            wants = self._take_wants(reading)
         if slot is not None and not reading.lent and not reading.is_near:
             stays = self._memory.keeps or any(piece.early for piece, _ in wants)
             self._ring.seal(slot, stays=stays)

@@ -83,7 +83,7 @@ class WorkerLoads:
     facts: Outbox[Facts]
     may_store: bool
     #: The open circuit breaker refused a load, and the scheduler does not know it.
-    _refused: bool = field(default=False, init=False)
+    refused: bool = field(default=False, init=False)
     #: No request waits for this step, so it may wait for a load.
     _idle: bool = field(default=False, init=False)
     #: Loads that the step names and that have not begun, and the number of the last that has.
@@ -169,10 +169,10 @@ class WorkerLoads:
 
     def read_ahead(self, ops: Iterable[PrefetchOp]) -> None:
         """Read chunks of requests that wait into memory."""
+        ahead, views = self.registration.ahead, self.registration.views
         for wanted in ops if self.weights.settled else ():
-            if wanted.kind in self.registration.ahead:
-                view = self.registration.views[wanted.kind]
-                self.registration.ahead[wanted.kind].add(wanted.request_id, view, wanted.chunks)
+            if wanted.kind in ahead:
+                ahead[wanted.kind].add(wanted.request_id, views[wanted.kind], wanted.chunks)
 
     def _end_read_ahead(self, request_id: str, *, loading: bool = False) -> None:
         """Stop reading ahead for a request. A load takes over what is being read for it."""
@@ -213,7 +213,7 @@ class WorkerLoads:
     def take_ended(self) -> Ended:
         """Return what vLLM has to learn of the loads that have ended since the last call."""
         transfers = self.registration.transfers
-        if transfers is not None and transfers.loading:
+        if transfers is not None and self._ops:
             wait = IDLE_WAIT_SECONDS if self._idle and not self._finished else 0.0
             for load in transfers.poll(wait):
                 self._end(load)
@@ -250,7 +250,7 @@ class WorkerLoads:
         if seconds is not None:
             self.facts.next.load_seconds.append((op.number, op.request_id, seconds))
         for kind, chunk, failure in load.failures:
-            self._refused = self._refused or failure is Failure.UNAVAILABLE
+            self.refused = self.refused or failure is Failure.UNAVAILABLE
             bad = failure is Failure.BAD
             if bad and not self._repairs:
                 self.registration.assembly.counters.add("unrepaired_objects")
@@ -316,8 +316,3 @@ class WorkerLoads:
                 (kind_key(chunk.key, kind), failure is Failure.BAD)
                 for chunk, failure in ahead.take_failures()
             ]
-
-    def take_refused(self) -> bool:
-        """Return whether the open circuit breaker refused a load since the last call."""
-        refused, self._refused = self._refused, False
-        return refused

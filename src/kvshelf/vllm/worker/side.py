@@ -187,7 +187,8 @@ class WorkerSide:
                 self.weights.settle()
         if meta.draft_namespace is not None:
             self.registration.open_drafts(*meta.draft_namespace)
-        self.loads.read_ahead(meta.prefetches)
+        if meta.prefetches:
+            self.loads.read_ahead(meta.prefetches)
         # On a CPU no work of an earlier step is in flight when a step begins, so loads need not
         # wait until this step's forward pass is enqueued. Nor need they on a device: vLLM has
         # enqueued the zeroing and the copies of blocks that belong to this step
@@ -244,7 +245,8 @@ class WorkerSide:
             return
         facts.repaired += transfers.take_repaired()
         breaker_open, promises = not shelf.available, self.registration.promises
-        if self.loads.take_refused() or self._breaker_open is not breaker_open:
+        if self.loads.refused or self._breaker_open is not breaker_open:
+            self.loads.refused = False
             self._breaker_open = facts.breaker_open = breaker_open
         properties = shelf.backend.properties
         refused = properties.read_only or not properties.available
