@@ -174,20 +174,16 @@ class Registration:
         if fmt is not None:
             self._allocate(self.model, fmt)
         self.model.fingerprint(modules)
-        if self.drafter is not None:
-            try:
-                self._register_drafter(self.drafter, kv_caches)
-            except Exception as error:  # noqa: BLE001 - the engine is served without it
-                self.drafter.disable(f"{type(error).__name__}: {error}")
-
-    def _register_drafter(
-        self, drafter: StoredLayers, kv_caches: Mapping[str, torch.Tensor]
-    ) -> None:
-        if has_own_layers(drafter):
-            fmt = drafter.describe(kv_caches)
-            if fmt is not None and self.host is not None:
-                self._allocate(drafter, fmt)
-            drafter.fingerprint()
+        drafter = self.drafter
+        try:
+            if drafter is not None and has_own_layers(drafter):
+                fmt = drafter.describe(kv_caches)
+                if fmt is not None and self.host is not None:
+                    self._allocate(drafter, fmt)
+                drafter.fingerprint()
+        except Exception as error:  # noqa: BLE001 - the engine is served without it
+            assert drafter is not None
+            drafter.disable(f"{type(error).__name__}: {error}")
 
     def _allocate(self, layers: StoredLayers, fmt: ObjectFormat) -> None:
         """Make what moves each kind of some layers between the caches and memory."""
@@ -272,6 +268,9 @@ class Registration:
             return False
         if self.transfers is None:
             self._start(shelf.backend)
+        elif self.drafter is not None:
+            # Its namespace belongs to the model's.
+            self.drafter.disable("the model's weights have changed")
         self.views = {kind: shelf.view(fmt.of(kind)) for kind in model.kinds}
         model.namespace = fmt.namespace
         return True
