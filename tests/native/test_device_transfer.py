@@ -236,12 +236,8 @@ def test_what_is_read_ahead_asks_nothing_of_the_device(
 
         monkeypatch.setattr(DeviceKVCache, "fence", broken)
         none, ended = torch.empty(0, dtype=torch.int64), threading.Event()
-        load = rig.loads.load(
-            rig.view,
-            [ChunkSlots(chunk, none) for chunk in chunks],
-            early=True,
-            on_done=lambda _: ended.set(),
-        )
+        items = [ChunkSlots(chunk, none) for chunk in chunks]
+        load = rig.read(items, early=True, on_done=lambda _: ended.set())
         assert ended.wait(PATIENCE)
         assert (load.failed_at, rig.context.places.leading(chunks)) == (None, 2)
         assert rig.load(chunks, 20)[0].failed_at == 0

@@ -205,6 +205,12 @@ class Rig:
         load = self.transfer.load(name, {kind: self.view}, {kind: items}, patience, at_once)
         return load.pieces[kind]
 
+    def read(self, items: Sequence[ChunkSlots], bytes_ahead: int = 0, **options: Any) -> Piece:
+        """Start a load of the kind alone, perhaps an early one."""
+        piece = Piece(self.view, items, **options)
+        self.loads.load(piece, bytes_ahead)
+        return piece
+
     def ended(self, wait: float = 0.0) -> dict[str, Piece]:
         """The loads that ended since the last call, by name, in the order of their ends."""
         return {load.request_id: load.pieces[self.fmt.kind] for load in self.transfer.poll(wait)}

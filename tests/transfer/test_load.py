@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
-from kvshelf.backends import open_backend
 from kvshelf.format.kinds import DRAFT, FULL, STATE
-from kvshelf.shelf.shelf import Shelf
 from kvshelf.transfer.context import ChunkSlots
 from kvshelf.transfer.load import Failure, Load, Piece
 from tests.support.formats import make_format
 from tests.support.prompts import make_chunks
 
-FMT = make_format()
-CHUNKS = make_chunks(FMT, 8)
-VIEW = Shelf(open_backend("memory://pieces")).view(FMT)
+CHUNKS = make_chunks(make_format(), 8)
+VIEW: Any = None
 
 
 def piece_of(

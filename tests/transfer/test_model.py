@@ -153,8 +153,7 @@ class TransferModel(RuleBasedStateMachine):
         self.promises = Promises(self.bytes.counters)
         #: Of kind full, of each namespace.
         self.views: list[ShelfView] = []
-        contexts, transfers = self.bytes.contexts, self.bytes.transfers
-        self.ahead = ReadAhead(contexts[FULL], transfers.loads[FULL])
+        self.ahead = ReadAhead(self.bytes.contexts[FULL], self.bytes.transfers.loads[FULL])
         self.begin_namespace()
 
     def begin_namespace(self) -> None:

@@ -233,7 +233,7 @@ def test_early_loads_are_not_announced(start: Callable[..., Lender]) -> None:
     chunks = lender.put(2)
     none, ended = torch.empty(0, dtype=torch.int64), threading.Event()
     items = [ChunkSlots(chunk, none) for chunk in chunks]
-    lender.rig.loads.load(lender.rig.view, items, early=True, on_done=lambda load: ended.set())
+    lender.rig.read(items, early=True, on_done=lambda load: ended.set())
     assert ended.wait(PATIENCE)
     assert not lender.lending.expected
     lender.settled(2 * lender.rig.fmt.shards)

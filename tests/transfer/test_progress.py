@@ -49,9 +49,7 @@ class Machine:
     def read_ahead(self, chunks: list[Chunk]) -> Piece:
         """Read chunks into memory for a request that never loads them."""
         items = [ChunkSlots(chunk, torch.empty(0, dtype=torch.int64)) for chunk in chunks]
-        piece = self.rig.loads.load(
-            self.rig.view, items, early=True, keeps=True, on_done=lambda piece: None
-        )
+        piece = self.rig.read(items, early=True, keeps=True, on_done=lambda piece: None)
         self.pieces.append(piece)
         return piece
 

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -302,9 +301,9 @@ def test_storage_that_rests_is_tried_once_a_second_and_nothing_grows(
     loads, begun = ahead.transfers.loads[FULL], []
     load = loads.load
 
-    def noted(*args: Any, **options: Any) -> Piece:
+    def noted(piece: Piece) -> None:
         begun.append(time.monotonic())
-        return load(*args, **options)
+        load(piece)
 
     def loads_alive() -> int:
         gc.collect()
@@ -376,14 +375,9 @@ def test_read_ahead_that_finds_no_memory_waits_for_none_and_is_tried_again(
     with closing(Waiting(tmp_path / "shelf", LENGTH)) as ahead:
         chunks = ahead.stored(0)
         give_back = ahead.take_memory()
-        loads, begun = ahead.transfers.loads[FULL], []
+        loads, begun = ahead.transfers.loads[FULL], list[Piece]()
         load = loads.load
-
-        def noted(*args: Any, **options: Any) -> Piece:
-            begun.append(load(*args, **options))
-            return begun[-1]
-
-        monkeypatch.setattr(loads, "load", noted)
+        monkeypatch.setattr(loads, "load", lambda piece: begun.append(piece) or load(piece))
         ahead.ahead.add("r", ahead.views[FULL], chunks)
         time.sleep(0.1)
         assert [load.finished for load in begun] == [True]

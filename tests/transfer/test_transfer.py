@@ -187,7 +187,7 @@ def test_a_callback_that_raises_ends_no_thread(rig: Rig, caplog: pytest.LogCaptu
         assert rig.store(item, on_done=fail) == StoreOutcome.QUEUED
     assert rig.transfer.drain(PATIENCE) == 0
     for item in rig.items(chunks, 20):
-        load = rig.loads.load(rig.view, [item], on_done=fail)
+        load = rig.read([item], on_done=fail)
         until(lambda load=load: load.finished)
         assert load.failed_at is None
     rig.put(make_chunks(rig.fmt, 1, 7))

@@ -215,7 +215,7 @@ def test_load_behind_one_that_reads_chunk_by_chunk_gets_all_threads_that_are_fre
         rig.put(chunks)
         rig.put(others)
         gate.shut()
-        rig.loads.load(rig.view, rig.items(chunks, 20), at_once=1, on_done=lambda _: None)
+        rig.read(rig.items(chunks, 20), at_once=1, on_done=lambda _: None)
         until(lambda: len(gate.opened) == 2)
         rig.start("behind", rig.items(others, 100))
         time.sleep(0.1)
@@ -272,7 +272,7 @@ def test_loads_that_share_a_read_that_hangs_fail_with_it_and_later_ones_read_ane
         rig.start("r", rig.items(chunks, 20))
         shares: list[Piece] = []
         # Its own deadline is far away.
-        rig.loads.load(rig.view, rig.items(chunks, 40), bytes_ahead=1 << 40, on_done=shares.append)
+        rig.read(rig.items(chunks, 40), bytes_ahead=1 << 40, on_done=shares.append)
         assert rig.finished().failed_at == 0
         until(lambda: rig.count("stuck_threads") == 1)
         until(lambda: [load.failed_at for load in shares] == [0])
@@ -396,7 +396,7 @@ def test_slot_of_a_chunk_is_kept_until_the_thread_that_hangs_with_it_returns(
 def _early(rig: Rig, chunks: list[Chunk], ended: list[Piece]) -> Piece:
     none = torch.empty(0, dtype=torch.int64)
     items = [ChunkSlots(chunk, none) for chunk in chunks]
-    return rig.loads.load(rig.view, items, early=True, keeps=True, on_done=ended.append)
+    return rig.read(items, early=True, keeps=True, on_done=ended.append)
 
 
 def test_early_loads_leave_a_thread_to_others_and_go_on_behind_them(rig: Rig, gate: Gate) -> None:
@@ -457,11 +457,9 @@ def test_load_has_time_for_the_bytes_of_other_kinds_before_it(rig: Rig, gate: Ga
     chunks = make_chunks(rig.fmt, 1)
     rig.put(chunks)
     ended: list[Piece] = []
-    ahead = rig.loads.load(
-        rig.view, rig.items(chunks, 20), bytes_ahead=1 << 40, on_done=ended.append
-    )
+    ahead = rig.read(rig.items(chunks, 20), bytes_ahead=1 << 40, on_done=ended.append)
     until(lambda: len(ended) == 1)
-    alone = rig.loads.load(rig.view, rig.items(chunks, 40), on_done=ended.append)
+    alone = rig.read(rig.items(chunks, 40), on_done=ended.append)
     until(lambda: len(ended) == 2)
     assert ahead.deadline > alone.deadline + 60.0
 
@@ -502,7 +500,7 @@ def test_choice_among_hundreds_of_loads_looks_at_the_oldest_alone(rig: Rig) -> N
     for seed in range(300):
         items = [ChunkSlots(chunk, torch.empty(0)) for chunk in make_chunks(rig.fmt, 1, seed)]
         with waiting._lock:
-            waiting._enqueue(LookedAt(rig.view, items, [seed]))
+            waiting._enqueue(LookedAt(rig.view, items, names=[seed]))
     for _ in range(4):
         with waiting._lock:
             assert waiting._take() is not None

@@ -30,6 +30,7 @@ from kvshelf.shelf.shelf import Shelf
 from kvshelf.vllm.metadata import LoadOp, StepMetadata, StoreOp, WorkerMetadata
 from kvshelf.vllm.namespace import build_namespace
 from kvshelf.vllm.scheduler.opening import ranks_with
+from kvshelf.vllm.worker.registration import Registration
 from kvshelf.vllm.worker.side import WorkerSide
 from tests.sim.engine_caches import (
     MODELS,
@@ -130,15 +131,10 @@ class HybridWorker(PagedCaches):
             chunk_size=CHUNK,
             **constants.taken({"memory_bytes": 8 << 20, **options}),
         )
-        self.side = WorkerSide(
-            self.vllm_config,
-            self.options,
-            Assembly(self.options, Counters(), lambda: shelf),
-            self.config,
-            rank,
-            streams=lambda device: streams,
-            others_fill=others_fill,
-        )
+        assembly = Assembly(self.options, Counters(), lambda: shelf)
+        engine = self.vllm_config, self.options, assembly, self.config, rank
+        registration = Registration(*engine, streams=lambda device: streams)
+        self.side = WorkerSide(registration, others_fill=others_fill)
         self.side.register(self.caches)
         self.registered = self.side.registration.model.caches
 

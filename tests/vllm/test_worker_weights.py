@@ -21,7 +21,7 @@ from kvshelf.weights.fingerprints import weights_fingerprint
 from tests.sim.engine_caches import make_config
 from tests.sim.engine_sides import LoneWorker, next_number, store_op
 from tests.sim.storage import Fault, FaultyStorage
-from tests.support.waiting import until, while_patient
+from tests.support.waiting import until
 
 # ------------------------------------------------------------------------- weights
 
@@ -180,13 +180,8 @@ def test_stores_of_earlier_weights_are_published_beside_those_of_new_ones(
     rig.step(StepMetadata(stores=[store_op(early, [1, 2])]))
     rig.connector.weights_changed()
     named = rig.namespace("user:new")
-
-    def opens() -> bool:
-        rig.step(StepMetadata(namespace=named, weights_round=1))
-        found = rig.side.registration.model.namespace
-        return found is not None and found.encoded == named[0]
-
-    until(opens)
+    model, meta = rig.side.registration.model, StepMetadata(namespace=named, weights_round=1)
+    until(lambda: bool(rig.step(meta) and model.namespace and model.namespace.encoded == named[0]))
     (late,) = rig.chunks(1)
     paths.append(rig.path(late))
     assert paths[0].parent != paths[1].parent
@@ -207,10 +202,8 @@ def test_namespace_with_objects_of_other_sizes_disables_the_worker(
     other = build_namespace(rig.config, larger, [rig.report()], "user:new")
     rig.connector.weights_changed()
     model = rig.side.registration.model
-    for _ in while_patient():
-        rig.step(StepMetadata(namespace=(other.encoded, other.slug), weights_round=1))
-        if model.disabled_reason:
-            break
+    meta = StepMetadata(namespace=(other.encoded, other.slug), weights_round=1)
+    until(lambda: bool(rig.step(meta) and model.disabled_reason))
     assert "other sizes than those for which memory was taken" in model.disabled_reason
     assert rig.side.registration.serving is None
 

@@ -247,9 +247,8 @@ class _Loading(Generic[T]):
             # Of the full chunks, those before the first are in use as well.
             parts.note_used(whole if parts.fmt.kind == FULL else chunks)
         try:
-            load = parts.loads.load(
-                parts.view, self._items(chunks), early=self._early, on_done=self._ended
-            )
+            load = Piece(parts.view, self._items(chunks), early=self._early, on_done=self._ended)
+            parts.loads.load(load)
         except BaseException:  # the cache was closed
             self.handle.finish()
             raise

@@ -66,7 +66,7 @@ class LayerRun:
     token_layout: PagedLayout | PermutedLayout | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class LayerCall:
     """Layers of one layout and their part of a shard's payload: one call of the copy code.
 
@@ -105,7 +105,7 @@ class LayerCall:
     first_slot: int = 0
     token_layout: PagedLayout | PermutedLayout | None = None
 
-    @property
+    @functools.cached_property
     def count(self) -> int:
         """Number of slots that the call uses."""
         return (self.end - self.start) // self._row(self.layout)

@@ -34,20 +34,33 @@ class Failure(Enum):
 class Piece:
     """The chunks of one kind that a load brings, and their outcome once ``finished``.
 
-    Written to by :class:`~kvshelf.transfer.loads.Loads` alone, with its lock held.
+    Its maker says what to load. Afterwards :class:`~kvshelf.transfer.loads.Loads` alone writes to
+    it, with its lock held.
 
-    Attributes
+    Parameters
     ----------
     view : ShelfView
         The objects of the kind, in the namespace of the chunks.
     items : Sequence[ChunkSlots]
         In the order of the prompt.
-    names : Sequence of Hashable
-        Their names in memory.
     early : bool
-        It is read ahead into memory, and no request waits for it yet.
+        Read the chunks into memory, and copy them nowhere: no request waits for them yet, so other
+        loads come first.
     keeps : bool
         An early one pins what has come, until :meth:`~kvshelf.transfer.loads.Loads.release`.
+    cuts : Sequence of float
+        Times of :func:`time.monotonic`, for each number of leading items: with no more of them by
+        then, computing the rest is sooner. Empty: the load is never cut.
+    at_once : int
+        Only so many items behind the leading ones are read; 0: no bound.
+    on_done : Callable
+        Called once when the load is finished, perhaps before :meth:`~Loads.load` returns, on the
+        thread that ended it and with a lock held: it must not block, and must not call the loads.
+
+    Attributes
+    ----------
+    names : Sequence of Hashable
+        Of the items, in memory.
     failed_at : int or None
         Index in `items` of the first chunk that is not in the cache.
     failures : list
@@ -61,11 +74,6 @@ class Piece:
         Bytes of all objects.
     deadline : float
         In seconds of :func:`time.monotonic`.
-    cuts : Sequence of float
-        The same, for each number of leading items: with no more of them by then, computing the rest
-        is sooner. Empty: the load is never cut.
-    at_once : int
-        Only so many items behind the leading ones are read; 0: no bound.
     threads : int
         So many items are read at once where there is no bound.
     started : float or None
@@ -80,9 +88,12 @@ class Piece:
 
     view: ShelfView
     items: Sequence[ChunkSlots]
-    names: Sequence[Hashable] = ()
     early: bool = False
     keeps: bool = False
+    cuts: Sequence[float] = ()
+    at_once: int = 0
+    on_done: Callable[[Piece], None] = lambda piece: None
+    names: Sequence[Hashable] = ()
     failed_at: int | None = None
     failures: list[tuple[Chunk, Failure]] = field(default_factory=list)
     leading: int = 0
@@ -91,14 +102,11 @@ class Piece:
     finished: bool = False
     nbytes: int = 0
     deadline: float = math.inf
-    cuts: Sequence[float] = ()
-    at_once: int = 0
     threads: int = 1
     started: float | None = None
     announced: int = 0
     #: Mark of the engine's work on the cache's device before the load.
     fence: object = None
-    on_done: Callable[[Piece], None] = lambda piece: None
     #: Threads that are copying into the cache at this moment.
     scattering: int = 0
     kept: dict[int, Slot] = field(default_factory=dict)

@@ -48,7 +48,7 @@ import functools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Final
@@ -66,7 +66,7 @@ from kvshelf.memory.arena import bytes_at
 from kvshelf.memory.ring import Share, Slot
 from kvshelf.shelf.view import FailedRead, ObjectRef, Pinned, ShelfView
 from kvshelf.traces import trace_range
-from kvshelf.transfer.context import ChunkSlots, TransferContext, TransferHalf
+from kvshelf.transfer.context import TransferContext, TransferHalf
 from kvshelf.transfer.load import Failure, Piece
 
 #: Objects of a load that are announced to the shelf at a time, the first ones by the step thread:
@@ -186,54 +186,20 @@ class Loads(TransferHalf):
 
     # ------------------------------------------------------------- step thread
 
-    def load(
-        self,
-        view: ShelfView,
-        items: Sequence[ChunkSlots],
-        *,
-        early: bool = False,
-        keeps: bool = False,
-        bytes_ahead: int = 0,
-        cuts: Sequence[float] = (),
-        at_once: int = 0,
-        on_done: Callable[[Piece], None],
-    ) -> Piece:
+    def load(self, piece: Piece, bytes_ahead: int = 0) -> None:
         """Start to load chunks into the paged cache. Step thread; returns at once.
 
         Parameters
         ----------
-        view : ShelfView
-            The objects of the kind, in the namespace of the chunks.
-        items : Sequence of ChunkSlots
-            In the order of the prompt.
-        early : bool
-            Read the chunks into memory, and copy them nowhere; other loads come first.
-        keeps : bool
-            See :attr:`Piece.keeps`.
+        piece : Piece
+            A new one. A caller that waits for its end calls :meth:`check` now and then.
         bytes_ahead : int
             Bytes of loads of other kinds, which share the storage with this one.
-        cuts : Sequence of float
-            See :attr:`Piece.cuts`.
-        at_once : int
-            See :attr:`Piece.at_once`.
-        on_done : Callable
-            Called once when the load is finished, perhaps before this method returns, on
-            the thread that ended it and with a lock held: it must not block, and must not
-            call these loads. A caller that waits for it calls :meth:`check` now and then.
         """
-        nbytes = len(items) * self.chunk_bytes
-        piece = Piece(
-            view,
-            items,
-            [self._places.name(item.chunk) for item in items],
-            early,
-            keeps,
-            nbytes=nbytes,
-            cuts=cuts,
-            at_once=at_once,
-            threads=self._chunks_at_once,
-            on_done=on_done,
-        )
+        items, early = piece.items, piece.early
+        piece.names = [self._places.name(item.chunk) for item in items]
+        piece.nbytes = len(items) * self.chunk_bytes
+        piece.threads = self._chunks_at_once
         usable = True
         cache = self._context.cache
         if cache is not None and not early and any(item.memory is None for item in items):
@@ -257,7 +223,6 @@ class Loads(TransferHalf):
                 self._enqueue(piece)
                 if not self._may_come(piece):
                     self._refuse(piece)
-        return piece
 
     def _enqueue(self, piece: Piece) -> None:
         """Queue the chunks of a load; those that are being read are shared. Holds the lock."""
@@ -415,13 +380,18 @@ class Loads(TransferHalf):
             self._begun.remove(reading)
         return shards
 
+    def _take_wants(self, reading: Reading) -> list[tuple[Piece, int]]:
+        """Let no further load share a chunk; return the loads that it is for."""
+        if self._reading.get(reading.name) is reading:
+            del self._reading[reading.name]
+        wants, reading.wants = reading.wants, []
+        return wants
+
     def _end(self, reading: Reading) -> list[tuple[Piece, int]]:
         """Let nothing more come of a chunk that is being read; return the loads that it was for."""
-        wants, reading.wants = reading.wants, []
+        wants = self._take_wants(reading)
         if not reading.is_over:
             reading.is_over = True
-            if self._reading.get(reading.name) is reading:
-                del self._reading[reading.name]
             if reading.unread:
                 self._begun.remove(reading)
                 reading.unfinished -= len(reading.unread)
@@ -542,9 +512,7 @@ class Loads(TransferHalf):
         """Copy a chunk to where the loads want it, give its memory back, and note that it came."""
         slot = reading.slot
         with self._lock:
-            if self._reading.get(reading.name) is reading:
-                del self._reading[reading.name]
-            wants, reading.wants = reading.wants, []
+            wants = self._take_wants(reading)
         if slot is not None and not reading.lent and not reading.is_near:
             stays = self._memory.keeps or any(piece.early for piece, _ in wants)
             self._ring.seal(slot, stays=stays)

@@ -184,9 +184,9 @@ class ReadAhead:
                 chunks.append(request.chunks.popleft())
             if chunks:
                 items = [ChunkSlots(chunk, _NO_SLOTS) for chunk in chunks]
-                piece = self._loads.load(
-                    request.view, items, early=True, keeps=True, on_done=self._finished.append
-                )
+                ended = self._finished.append
+                piece = Piece(request.view, items, early=True, keeps=True, on_done=ended)
+                self._loads.load(piece)
                 request.pieces.append(piece)
             if request.chunks:
                 # Later requests would take the memory that this one waits for.

@@ -147,15 +147,11 @@ class Transfers:
             self._active[request_id] = load
         for kind, loads in kinds:
             on_done = functools.partial(self._piece_done, load, kind)
+            piece = Piece(views[kind], items[kind], at_once=at_once, on_done=on_done)
+            piece.cuts = cuts * len(piece.items) if len(cuts) == 1 else cuts
             try:
-                load.pieces[kind] = loads.load(
-                    views[kind],
-                    items[kind],
-                    bytes_ahead=total - ahead[kind] - sizes[kind],
-                    cuts=cuts * len(items[kind]) if len(cuts) == 1 else cuts,
-                    at_once=at_once,
-                    on_done=on_done,
-                )
+                loads.load(piece, total - ahead[kind] - sizes[kind])
+                load.pieces[kind] = piece
             except Exception as error:
                 # Other pieces may write to the caches already: the load ends with them.
                 logger.error("a part of a load was not started", exc_info=error)

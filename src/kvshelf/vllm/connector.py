@@ -227,16 +227,20 @@ class KVShelfConnector(KVConnectorBase_V1, SupportsHMA):
             )
         else:
             # The modules that move KV take 0.1 s to import, and the scheduler does not need them.
+            from kvshelf.vllm.worker.registration import Registration
             from kvshelf.vllm.worker.side import WorkerSide
 
-            self._side = self._worker = WorkerSide(
+            registration = Registration(
                 vllm_config,
                 self._config,
                 self._assembly,
                 kv_cache_config,
                 int(vllm_config.parallel_config.rank),
-                streams=self._streams_of,
-                regions=None if self._segment is None else self._segment.take_region,
+                self._streams_of,
+                None if self._segment is None else self._segment.take_region,
+            )
+            self._side = self._worker = WorkerSide(
+                registration,
                 may_store=not refuses,
                 others_fill=bool(others),
             )

@@ -35,7 +35,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -58,7 +58,7 @@ from kvshelf.vllm.namespace import (
     stage_ranks,
     topologies_of,
 )
-from kvshelf.vllm.published import Published, attention_temperature
+from kvshelf.vllm.published import Published
 from kvshelf.vllm.speculation import (
     WITHOUT_DRAFTS,
     draft_config,
@@ -66,7 +66,6 @@ from kvshelf.vllm.speculation import (
     draft_layers,
     drafter_has_kv,
 )
-from kvshelf.vllm.worker.precision import precision
 from kvshelf.vllm.worker.registered_caches import RegisteredCaches, describe_caches
 from kvshelf.vllm.worker.slots import GroupSlots
 
@@ -105,6 +104,7 @@ class KindCache:
         )
 
 
+@dataclass(eq=False)
 class StoredLayers:
     """The layers of a model or of its drafter, and their way to a namespace.
 
@@ -130,30 +130,20 @@ class StoredLayers:
         Empty unless disabled.
     """
 
-    def __init__(
-        self,
-        vllm_config: Any,
-        config: Config,
-        kv_cache_config: Any = None,
-        rank: int = 0,
-        *,
-        of_drafter: bool = False,
-    ) -> None:
-        self.vllm_config = vllm_config
-        self.rank = rank
-        self.of_drafter = of_drafter
-        self.caches: RegisteredCaches | None = None
-        self.kinds: dict[Kind, KindCache] = {}
-        self.namespace: Namespace | None = None
-        self.disabled_reason = ""
-        self._config = config
-        self._kv_cache_config = kv_cache_config
-        self._context_ranks = context_ranks(vllm_config, kv_cache_config)
-        self._lock = threading.Lock()
-        #: The reason, until a fact for the scheduler has it, and whether it is logged already.
-        self._untold: list[tuple[str, bool]] = []
-        self._report: WorkerReport | None = None
-        self._identity: WeightsIdentity | None = None
+    vllm_config: Any
+    config: Config
+    kv_cache_config: Any = None
+    rank: int = 0
+    of_drafter: bool = False
+    caches: RegisteredCaches | None = field(default=None, init=False)
+    kinds: dict[Kind, KindCache] = field(default_factory=dict, init=False)
+    namespace: Namespace | None = field(default=None, init=False)
+    disabled_reason: str = field(default="", init=False)
+    _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
+    #: The reason, until a fact for the scheduler has it, and whether it is logged already.
+    _untold: list[tuple[str, bool]] = field(default_factory=list, init=False)
+    _report: WorkerReport | None = field(default=None, init=False)
+    _identity: WeightsIdentity | None = field(default=None, init=False)
 
     @property
     def serves(self) -> bool:
@@ -179,22 +169,17 @@ class StoredLayers:
         ConfigError
             If the configuration does not fit the caches or the engine.
         """
-        vllm_config, config = self.vllm_config, self._config
-        caches = describe_caches(
-            kv_caches, vllm_config, config, self._kv_cache_config, of_drafter=self.of_drafter
+        vllm_config, config, groups = self.vllm_config, self.config, self.kv_cache_config
+        self.caches = describe_caches(
+            kv_caches, vllm_config, config, groups, modules, of_drafter=self.of_drafter
         )
-        self._report = report = replace(
-            caches.report,
-            attention_temperature=attention_temperature(modules),
-            # A drafter changes no answer.
-            precision=() if self.of_drafter else precision(vllm_config, modules),
-        )
-        self.caches = caches
-        ops.check_served(caches.device)
+        self._report = report = self.caches.report
+        ops.check_served(self.caches.device)
         stages = int(vllm_config.parallel_config.pipeline_parallel_size)
         if stages > 1:
             config_overrides(vllm_config.model_config, config)
-            make_topologies(vllm_config, [report] * stages, decode_context=self._context_ranks)
+            ranks = context_ranks(vllm_config, groups)
+            make_topologies(vllm_config, [report] * stages, decode_context=ranks)
             return None
         fmt = ObjectFormat(build_namespace(vllm_config, config, [report], _ANY_WEIGHTS))
         if not self.of_drafter and not self.rank:
@@ -206,7 +191,7 @@ class StoredLayers:
         if not self.rank:
             self._identity = WeightsIdentity(
                 self.vllm_config,
-                self._config,
+                self.config,
                 on_known=self._weights_known,
                 on_problem=self.disable,
                 modules=modules,
@@ -228,7 +213,8 @@ class StoredLayers:
     def plans(self, fmt: ObjectFormat) -> dict[Kind, ShardPlan]:
         """Return the shards of each kind that this worker holds."""
         record: Mapping[str, Any] = fmt.namespace.record
-        topologies = topologies_of(self.vllm_config, record, decode_context=self._context_ranks)
+        ranks = context_ranks(self.vllm_config, self.kv_cache_config)
+        topologies = topologies_of(self.vllm_config, record, decode_context=ranks)
         return shard_plans(record, topologies, self.rank)
 
     # ------------------------------------------------------------- scheduler

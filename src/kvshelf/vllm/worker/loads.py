@@ -25,13 +25,14 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from kvshelf.assembly import Assembly
 from kvshelf.format.kinds import DRAFT, FULL, WINDOW, Kind, kind_key
 from kvshelf.transfer.context import ChunkSlots
 from kvshelf.transfer.load import Failure, Load
 from kvshelf.vllm.adapters import LoadedAdapters
+from kvshelf.vllm.groups import CacheGroups
 from kvshelf.vllm.messages import Outbox
 from kvshelf.vllm.metadata import NULL_BLOCK, Facts, LoadOp, Orders, PrefetchOp, StepMetadata
+from kvshelf.vllm.namespace import manager_block_size
 from kvshelf.vllm.worker.registration import Registration
 from kvshelf.vllm.worker.slots import slots_to_load, state_to_load
 from kvshelf.vllm.worker.weights import WorkerWeights
@@ -67,31 +68,22 @@ class WorkerLoads:
 
     Parameters
     ----------
-    chunk_size, block_size : int
-        Tokens of a chunk, and of a block of vLLM's cache manager where there is one group.
-    assembly : Assembly
     registration : Registration
     weights : WorkerWeights
     adapters : LoadedAdapters
     facts : Outbox of Facts
         Gets what the scheduler side must learn.
-    hybrid : bool
-        The engine has several cache groups, or states.
     may_store : bool
         Whether the engine stores anything: no object that it finds bad is replaced otherwise.
     """
 
-    chunk_size: int
-    block_size: int
-    assembly: Assembly
     registration: Registration
     weights: WorkerWeights
     adapters: LoadedAdapters
     facts: Outbox[Facts]
-    hybrid: bool
     may_store: bool
     #: The open circuit breaker refused a load, and the scheduler does not know it.
-    _refused: bool = field(default=False, init=False)
+    refused: bool = field(default=False, init=False)
     #: No request waits for this step, so it may wait for a load.
     _idle: bool = field(default=False, init=False)
     #: Loads that the step names and that have not begun, and the number of the last that has.
@@ -105,6 +97,14 @@ class WorkerLoads:
     _bad_blocks: set[int] = field(default_factory=set, init=False)
     #: Requests of which all tokens must be computed, including those that were loaded.
     _failed_requests: set[str] = field(default_factory=set, init=False)
+
+    def __post_init__(self) -> None:
+        engine = self.registration.vllm_config, self.registration.kv_cache_config
+        self._chunk_size = self.registration.config.chunk_size
+        #: Tokens in a block of vLLM's cache manager, where there is one group.
+        self._block_size = manager_block_size(*engine)
+        #: The engine has several cache groups, or states.
+        self._hybrid = CacheGroups(*engine).hybrid
 
     # ------------------------------------------------------------- begin
 
@@ -141,7 +141,7 @@ class WorkerLoads:
 
     def _items(self, op: LoadOp) -> dict[Kind, list[ChunkSlots]]:
         """Return what each kind has to load."""
-        size = self.chunk_size
+        size = self._chunk_size
         items: dict[Kind, list[ChunkSlots]] = {}
         for kind, of_kind in self.registration.model.kinds.items():
             slots = of_kind.slots
@@ -169,10 +169,10 @@ class WorkerLoads:
 
     def read_ahead(self, ops: Iterable[PrefetchOp]) -> None:
         """Read chunks of requests that wait into memory."""
+        ahead, views = self.registration.ahead, self.registration.views
         for wanted in ops if self.weights.settled else ():
-            if wanted.kind in self.registration.ahead:
-                view = self.registration.views[wanted.kind]
-                self.registration.ahead[wanted.kind].add(wanted.request_id, view, wanted.chunks)
+            if wanted.kind in ahead:
+                ahead[wanted.kind].add(wanted.request_id, views[wanted.kind], wanted.chunks)
 
     def _end_read_ahead(self, request_id: str, *, loading: bool = False) -> None:
         """Stop reading ahead for a request. A load takes over what is being read for it."""
@@ -213,7 +213,7 @@ class WorkerLoads:
     def take_ended(self) -> Ended:
         """Return what vLLM has to learn of the loads that have ended since the last call."""
         transfers = self.registration.transfers
-        if transfers is not None and transfers.loading:
+        if transfers is not None and self._ops:
             wait = IDLE_WAIT_SECONDS if self._idle and not self._finished else 0.0
             for load in transfers.poll(wait):
                 self._end(load)
@@ -250,17 +250,17 @@ class WorkerLoads:
         if seconds is not None:
             self.facts.next.load_seconds.append((op.number, op.request_id, seconds))
         for kind, chunk, failure in load.failures:
-            self._refused = self._refused or failure is Failure.UNAVAILABLE
+            self.refused = self.refused or failure is Failure.UNAVAILABLE
             bad = failure is Failure.BAD
             if bad and not self._repairs:
-                self.assembly.counters.add("unrepaired_objects")
+                self.registration.assembly.counters.add("unrepaired_objects")
             # The others say nothing about the chunk.
             if failure not in (Failure.UNAVAILABLE, Failure.CUT):
                 self.facts.next.failures.append((kind_key(chunk.key, kind), bad))
         good_until = op.end
         if load.failed:
-            good_until = op.start if self.hybrid else self._good_until(load, op)
-        self.assembly.counters.add("loaded_tokens", good_until - op.start)
+            good_until = op.start if self._hybrid else self._good_until(load, op)
+        self.registration.assembly.counters.add("loaded_tokens", good_until - op.start)
         self._note_bad(op, good_until)
 
     def _note_drafts(self, load: Load, op: LoadOp) -> None:
@@ -269,7 +269,7 @@ class WorkerLoads:
         if piece is not None:
             if piece.leading == len(piece.items):
                 return
-            start = max(start, piece.items[piece.leading].chunk.index * self.chunk_size)
+            start = max(start, piece.items[piece.leading].chunk.index * self._chunk_size)
         self.facts.next.without_drafts.append((op.request_id, start))
 
     def _good_until(self, load: Load, op: LoadOp) -> int:
@@ -277,26 +277,26 @@ class WorkerLoads:
         (piece,) = load.needed.values()
         assert piece.first_failed is not None
         # The block in which the failed chunk begins is not complete either.
-        failed = piece.first_failed.index * self.chunk_size
-        return max(op.start, failed - failed % self.block_size)
+        failed = piece.first_failed.index * self._chunk_size
+        return max(op.start, failed - failed % self._block_size)
 
     @property
     def _repairs(self) -> bool:
         """Whether what is computed instead of a bad object may replace it."""
-        shelf = self.assembly.shelf()
+        shelf = self.registration.assembly.shelf()
         return self.may_store and shelf is not None and not shelf.backend.properties.read_only
 
     def _note_bad(self, op: LoadOp, start: int) -> None:
         """Note that the blocks of a load have no KV from token `start` on."""
         if start >= op.end:
             return
-        if self.hybrid:
+        if self._hybrid:
             # vLLM takes ids of blocks from engines with one group only.
             self._failed_requests.add(op.request_id)
             return
         (block_ids,) = op.block_ids
-        blocks = block_ids[: -(-op.end // self.block_size)]
-        if len(blocks) * self.block_size < op.end:
+        blocks = block_ids[: -(-op.end // self._block_size)]
+        if len(blocks) * self._block_size < op.end:
             # The scheduler did not learn the blocks.
             self._failed_requests.add(op.request_id)
         if NULL_BLOCK in blocks:
@@ -304,7 +304,7 @@ class WorkerLoads:
             # reach. The window of the first bad token may reach them, so the whole hit is
             # unusable.
             self._failed_requests.add(op.request_id)
-        bad = blocks[start // self.block_size :]
+        bad = blocks[start // self._block_size :]
         self._bad_blocks.update(block for block in bad if block != NULL_BLOCK)
 
     # ------------------------------------------------------------- what the scheduler learns
@@ -316,8 +316,3 @@ class WorkerLoads:
                 (kind_key(chunk.key, kind), failure is Failure.BAD)
                 for chunk, failure in ahead.take_failures()
             ]
-
-    def take_refused(self) -> bool:
-        """Return whether the open circuit breaker refused a load since the last call."""
-        refused, self._refused = self._refused, False
-        return refused

@@ -14,7 +14,7 @@ import platform
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 import vllm
@@ -39,7 +39,9 @@ from kvshelf.vllm.layout_discovery import (
 )
 from kvshelf.vllm.metadata import WorkerReport
 from kvshelf.vllm.namespace import context_ranks, kv_scales, layer_kv_heads
+from kvshelf.vllm.published import attention_temperature
 from kvshelf.vllm.speculation import draft_layers
+from kvshelf.vllm.worker.precision import precision
 from kvshelf.vllm.worker.slots import GroupSlots, StateBlocks, TokenSlots
 
 #: Names that models use for the number of groups of B and C of Mamba 2.
@@ -164,13 +166,12 @@ def bound_caches(layer: Any) -> tuple[torch.Tensor, ...]:
     return parts if all(isinstance(part, torch.Tensor) for part in parts) else ()
 
 
-@dataclass(frozen=True, slots=True)
-class _Fields:
-    """What the namespace record says of one layer."""
+class _Fields(NamedTuple):
+    """What the namespace record says of one layer, in the order of :class:`WorkerReport`."""
 
-    layout: str
     shape: str
     dtype: str
+    layout: str
     attention: str
     head_size: int
     window: int
@@ -180,9 +181,10 @@ def describe_caches(
     kv_caches: Mapping[str, torch.Tensor],
     vllm_config: Any,
     config: Config,
-    kv_cache_config: Any = None,
+    kv_cache_config: Any,
+    modules: Sequence[torch.nn.Module],
     *,
-    of_drafter: bool = False,
+    of_drafter: bool,
 ) -> RegisteredCaches:
     """Learn the layout of the caches of an engine's model, or of its drafter.
 
@@ -192,6 +194,8 @@ def describe_caches(
         As vLLM registers them, by layer.
     vllm_config, config, kv_cache_config, of_drafter
         As for :class:`~kvshelf.vllm.worker.layers.StoredLayers`.
+    modules : Sequence of Module
+        Of the loaded model.
 
     Raises
     ------
@@ -203,11 +207,11 @@ def describe_caches(
     drafts = draft_layers(vllm_config)
     groups = CacheGroups(vllm_config, kv_cache_config)
     known = getattr(kv_cache_config, "kv_cache_groups", None)
-    modules = vllm_config.compilation_config.static_forward_context
+    of_vllm: Mapping[str, Any] = vllm_config.compilation_config.static_forward_context
     cached = {
         group.index: []
         if group.index in groups.scratch
-        else cached_layers(kv_caches, modules, group.layer_names if known else kv_caches)
+        else cached_layers(kv_caches, of_vllm, group.layer_names if known else kv_caches)
         for group in groups
     }
     if drafts:
@@ -219,8 +223,9 @@ def describe_caches(
     if of_drafter:
         _check_full(groups, names_of)
     names = sorted(itertools.chain.from_iterable(names_of.values()), key=natural_order)
-    _check_layers(names, modules, kv_caches)
-    layers = _Layers(kv_caches, vllm_config, config, kv_cache_config, names_of)
+    _check_layers(names, of_vllm, kv_caches)
+    ranks = context_ranks(vllm_config, kv_cache_config)
+    layers = _Layers(kv_caches, vllm_config, config, kv_cache_config, of_vllm, ranks, names_of)
     kinds: dict[Kind, KindCaches] = {}
     for kind in KINDS:
         of_kind = [group for group in groups if group.kind == kind and names_of[group.index]]
@@ -229,21 +234,26 @@ def describe_caches(
             kinds[kind] = describe(of_kind)
         # Otherwise the layers of this kind are in other pipeline stages, or not of this model.
     each = [layers.fields[name] for name in names]
-    scaled = "fp8" in layers.cache_dtype or any(one.dtype.startswith("F8") for one in each)
+    columns: Any = zip(*each, strict=True)
+    shapes, dtypes, layouts, attention, head_sizes, windows = columns
+    scaled = "fp8" in layers.cache_dtype or any(field.dtype.startswith("F8") for field in each)
     kind_of = {name: group.kind for group in groups for name in names_of[group.index]}
     of_kinds = groups.mixed and not of_drafter
     report = WorkerReport(
         tuple(names),
-        tuple(one.shape for one in each),
-        tuple(one.dtype for one in each),
-        tuple(one.layout for one in each),
-        tuple(one.attention for one in each),
-        tuple(one.head_size for one in each),
-        tuple(one.window for one in each),
-        kv_scales=kv_scales(modules, names) if scaled else (),
+        shapes,
+        dtypes,
+        layouts,
+        attention,
+        head_sizes,
+        windows,
+        kv_scales=kv_scales(layers.modules, names) if scaled else (),
         kinds=tuple(kind_of[name] for name in names) if of_kinds else (),
+        attention_temperature=attention_temperature(modules),
+        # A drafter changes no answer.
+        precision=() if of_drafter else precision(vllm_config, modules),
     )
-    return RegisteredCaches({name: bound_caches(modules[name]) for name in names}, kinds, report)
+    return RegisteredCaches({name: bound_caches(of_vllm[name]) for name in names}, kinds, report)
 
 
 def _check_full(groups: CacheGroups, names_of: Mapping[int, Sequence[str]]) -> None:
@@ -263,26 +273,18 @@ def _check_full(groups: CacheGroups, names_of: Mapping[int, Sequence[str]]) -> N
 class _Layers:
     """Describes the layers of one engine, kind by kind; adds to `fields` what the record says.
 
-    `names_of` has the names of the layers of each group, in model order.
+    `modules` are vLLM's layers by name, and `names_of` has the names of the layers of each group,
+    in model order.
     """
 
     kv_caches: Mapping[str, torch.Tensor]
     vllm_config: Any
     config: Config
     kv_cache_config: Any
+    modules: Mapping[str, Any]
+    context_ranks: int
     names_of: Mapping[int, Sequence[str]]
     fields: dict[str, _Fields] = field(default_factory=dict)
-
-    @property
-    def modules(self) -> Mapping[str, Any]:
-        """The layers of vLLM by name."""
-        layers: Mapping[str, Any] = self.vllm_config.compilation_config.static_forward_context
-        return layers
-
-    @property
-    def context_ranks(self) -> int:
-        """Over how many ranks the tokens of a block are spread."""
-        return context_ranks(self.vllm_config, self.kv_cache_config)
 
     @property
     def cache_dtype(self) -> str:
@@ -393,7 +395,7 @@ class _Layers:
         # An indexer has a cache and no heads.
         size = layer.head_size or getattr(context, "head_size", None)
         size = int(size or context.kv_cache.shape[-1])
-        self.fields[layer.name] = _Fields(layout, shape, dtype, attention, size, window)
+        self.fields[layer.name] = _Fields(shape, dtype, layout, attention, size, window)
 
     def describe_states(self, groups: Sequence[CacheGroup]) -> KindCaches:
         """Find the parts of the states of some groups' layers."""
@@ -408,7 +410,7 @@ class _Layers:
         for name, state in states.items():
             shape, dtype = state.fields
             kind = _state_type(specs[name])
-            self.fields[name] = _Fields(state.layout, shape, dtype, kind, 0, -1)
+            self.fields[name] = _Fields(shape, dtype, state.layout, kind, 0, -1)
         return KindCaches(
             tuple(name for name in names for _ in states[name].parts),
             states={

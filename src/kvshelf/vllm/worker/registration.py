@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -72,6 +73,7 @@ class _DraftCounters(Counters):
         pass
 
 
+@dataclass(eq=False)
 class Registration:
     """The registered caches of a worker, and what moves their KV.
 
@@ -105,32 +107,24 @@ class Registration:
         What is read ahead of requests that wait.
     """
 
-    def __init__(
-        self,
-        vllm_config: Any,
-        config: Config,
-        assembly: Assembly,
-        kv_cache_config: Any = None,
-        rank: int = 0,
-        *,
-        streams: Callable[[torch.device], Streams | None] = lambda device: None,
-        regions: Regions | None = None,
-    ) -> None:
-        engine = vllm_config, config, kv_cache_config, rank
+    vllm_config: Any
+    config: Config
+    assembly: Assembly
+    kv_cache_config: Any = None
+    rank: int = 0
+    streams: Callable[[torch.device], Streams | None] = lambda device: None
+    regions: Regions | None = None
+    on_device: bool = field(default=False, init=False)
+    host: ChunkMemory | None = field(default=None, init=False)
+    transfers: Transfers | None = field(default=None, init=False)
+    views: Mapping[Kind, ShelfView] = field(default_factory=dict, init=False)
+    promises: Promises | None = field(default=None, init=False)
+    ahead: Mapping[Kind, ReadAhead] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        engine = self.vllm_config, self.config, self.kv_cache_config, self.rank
         self.model = StoredLayers(*engine)
         self.drafter = drafter_of(*engine)
-        self.on_device = False
-        self.host: ChunkMemory | None = None
-        self.transfers: Transfers | None = None
-        self.views: Mapping[Kind, ShelfView] = {}
-        self.promises: Promises | None = None
-        self.ahead: Mapping[Kind, ReadAhead] = {}
-        self._vllm_config = vllm_config
-        self._config = config
-        self._assembly = assembly
-        self._streams_of = streams
-        self._streams: Streams | None = None
-        self._regions = regions
         self._log = RateLimitedLog(logger)
 
     @property
@@ -176,42 +170,37 @@ class Registration:
         fmt = self.model.describe(kv_caches, modules)
         assert self.model.caches is not None
         device = self.model.caches.device
-        self._streams = self._streams_of(device)
-        self.on_device = device.type != "cpu" or self._streams is not None
+        self.on_device = device.type != "cpu" or self.streams(device) is not None
         if fmt is not None:
             self._allocate(self.model, fmt)
         self.model.fingerprint(modules)
-        if self.drafter is not None:
-            try:
-                self._register_drafter(self.drafter, kv_caches)
-            except Exception as error:  # noqa: BLE001 - the engine is served without it
-                self.drafter.disable(f"{type(error).__name__}: {error}")
-
-    def _register_drafter(
-        self, drafter: StoredLayers, kv_caches: Mapping[str, torch.Tensor]
-    ) -> None:
-        if has_own_layers(drafter):
-            fmt = drafter.describe(kv_caches)
-            if fmt is not None and self.host is not None:
-                self._allocate(drafter, fmt)
-            drafter.fingerprint()
+        drafter = self.drafter
+        try:
+            if drafter is not None and has_own_layers(drafter):
+                fmt = drafter.describe(kv_caches)
+                if fmt is not None and self.host is not None:
+                    self._allocate(drafter, fmt)
+                drafter.fingerprint()
+        except Exception as error:  # noqa: BLE001 - the engine is served without it
+            assert drafter is not None
+            drafter.disable(f"{type(error).__name__}: {error}")
 
     def _allocate(self, layers: StoredLayers, fmt: ObjectFormat) -> None:
         """Make what moves each kind of some layers between the caches and memory."""
         plans = layers.plans(fmt)
         formats = {kind: fmt.of(kind) for kind in plans}
-        threads = io_threads(self._vllm_config, self.on_device)[0] + 1
+        threads = io_threads(self.vllm_config, self.on_device)[0] + 1
         if self.host is None:
             assert self.model.caches is not None
             self.host = take_memory(
-                self._vllm_config,
-                self._config,
+                self.vllm_config,
+                self.config,
                 {kind: (formats[kind], plan) for kind, plan in plans.items()},
                 threads=threads,
                 rank=self.model.rank,
                 device=self.model.caches.device if self.on_device else None,
-                regions=self._regions,
-                counters=self._assembly.counters,
+                regions=self.regions,
+                counters=self.assembly.counters,
             )
         for kind, plan in plans.items():
             name = DRAFT if layers.of_drafter else kind
@@ -233,7 +222,7 @@ class Registration:
         slots = caches.slots
         if plan.context_ranks > 1:
             _check_context_group(plan)
-            parallel = self._vllm_config.parallel_config
+            parallel = self.vllm_config.parallel_config
             interleave = int(getattr(parallel, "cp_kv_cache_interleave_size", 1))
             slots = tuple(
                 of_group.of_rank(plan, interleave)
@@ -248,10 +237,10 @@ class Registration:
             cache = DeviceKVCache(
                 calls,
                 # A worker with parts of shards never gathers.
-                ring=1 if plan.divided else device_ring(self._vllm_config, self._config, fmt.kind),
+                ring=1 if plan.divided else device_ring(self.vllm_config, self.config, fmt.kind),
                 loads=load_threads,
                 pinned=self.host.is_page_locked,
-                streams=self._streams,
+                streams=self.streams(layers.caches.device),
             )
         return KindCache(fmt, cache, plan, slots)
 
@@ -267,10 +256,10 @@ class Registration:
         RuntimeError
             If the system allows no threads now. The next call tries again.
         """
-        model, shelf = self.model, self._assembly.shelf()
+        model, shelf = self.model, self.assembly.shelf()
         if model.namespace is not None and model.namespace.encoded == encoded:
             return True
-        self._assembly.keep_bounds()
+        self.assembly.keep_bounds()
         if shelf is None or model.caches is None or model.disabled_reason:
             # The scheduler announces the namespace until this worker's reports end.
             return False
@@ -279,19 +268,22 @@ class Registration:
             return False
         if self.transfers is None:
             self._start(shelf.backend)
+        elif self.drafter is not None:
+            # Its namespace belongs to the model's.
+            self.drafter.disable("the model's weights have changed")
         self.views = {kind: shelf.view(fmt.of(kind)) for kind in model.kinds}
         model.namespace = fmt.namespace
         return True
 
     def open_drafts(self, encoded: bytes, slug: str) -> None:
         """Also move KV of a namespace of the drafter; never raises."""
-        drafter, transfers, shelf = self.drafter, self.serving, self._assembly.shelf()
+        drafter, transfers, shelf = self.drafter, self.serving, self.assembly.shelf()
         if drafter is None or drafter.namespace is not None or transfers is None or shelf is None:
             return
         try:
             fmt = self._format_in(drafter, encoded, slug)
             if fmt is not None:
-                counters = _DraftCounters(self._assembly.counters)
+                counters = _DraftCounters(self.assembly.counters)
                 transfers.add(self._context(DRAFT, drafter.kinds[DRAFT], shelf.backend, counters))
                 self.views = {**self.views, DRAFT: shelf.view(fmt)}
                 drafter.namespace = fmt.namespace
@@ -317,18 +309,18 @@ class Registration:
 
     def _start(self, backend: GuardedBackend) -> None:
         """Start the threads that move the model's KV, all kinds of it."""
-        counters = self._assembly.counters
+        counters = self.assembly.counters
         contexts = [
             self._context(kind, of_kind, backend, counters)
             for kind, of_kind in self.model.kinds.items()
         ]
         self.transfers = transfers = Transfers(contexts)
         self.promises = Promises(
-            counters, keeper=self._assembly.keeper, on_thread_start=widen_cpu_affinity
+            counters, keeper=self.assembly.keeper, on_thread_start=widen_cpu_affinity
         )
         assert self.host is not None
         self.host.grow()
-        if self._config.reads_ahead(backend.properties.probe_cost):
+        if self.config.reads_ahead(backend.properties.probe_cost):
             self.ahead = {
                 context.kind: ReadAhead(context, transfers.loads[context.kind])
                 for context in contexts
@@ -340,7 +332,7 @@ class Registration:
         """Return what the stores and loads of a kind have."""
         assert self.host is not None
         fmt = of_kind.fmt
-        threads = io_threads(self._vllm_config, self.on_device, backend.properties)
+        threads = io_threads(self.vllm_config, self.on_device, backend.properties)
         if fmt.kind != fmt.kinds[0]:
             # These have fewer objects, and all kinds share the processors.
             threads = max(1, threads[0] // 2), max(1, threads[1] // 2)

@@ -23,24 +23,18 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
-from typing import Any, Final
+from typing import Final
 
 import torch
 
-from kvshelf.assembly import Assembly
 from kvshelf.backends.breaker import BreakerState
-from kvshelf.config import Config
 from kvshelf.errors import UnsupportedError
-from kvshelf.kv.streams import Streams
-from kvshelf.memory.chunk_memory import Regions
 from kvshelf.urls import directory_of
 from kvshelf.vllm.adapters import LoadedAdapters
-from kvshelf.vllm.groups import CacheGroups
 from kvshelf.vllm.messages import Inbox, Outbox
 from kvshelf.vllm.metadata import Facts, Orders, StepMetadata, WorkerMetadata
-from kvshelf.vllm.namespace import manager_block_size
 from kvshelf.vllm.worker.loads import WorkerLoads
 from kvshelf.vllm.worker.ranks import RanksFile
 from kvshelf.vllm.worker.registration import Registration
@@ -71,12 +65,8 @@ class WorkerSide:
 
     Parameters
     ----------
-    vllm_config : VllmConfig
-    config : Config
-    assembly : Assembly
-        The shelf, and what this process has beside it; closed with the worker side.
-    kv_cache_config, rank, streams, regions
-        As for :class:`~kvshelf.vllm.worker.registration.Registration`.
+    registration : Registration
+        Closed with the worker side, as its assembly is.
     may_store : bool
         Whether the engine stores anything: no object that it finds bad is replaced otherwise.
     others_fill : bool
@@ -84,7 +74,6 @@ class WorkerSide:
 
     Attributes
     ----------
-    registration : Registration
     weights : WorkerWeights
     loads : WorkerLoads
     stores : WorkerStores
@@ -92,33 +81,24 @@ class WorkerSide:
 
     def __init__(
         self,
-        vllm_config: Any,
-        config: Config,
-        assembly: Assembly,
-        kv_cache_config: Any = None,
-        rank: int = 0,
+        registration: Registration,
         *,
-        streams: Callable[[torch.device], Streams | None] = lambda device: None,
-        regions: Regions | None = None,
         may_store: bool = True,
         others_fill: bool = False,
     ) -> None:
-        self.rank = rank
+        self.registration = registration
+        self.rank = rank = registration.rank
+        self._assembly = assembly = registration.assembly
         self.counters = assembly.counters
-        self._vllm_config = vllm_config
-        self._config = config
-        self._assembly = assembly
-        engine = vllm_config, config, assembly, kv_cache_config, rank
-        self.registration = Registration(*engine, streams=streams, regions=regions)
+        self._vllm_config = vllm_config = registration.vllm_config
+        self._config = config = registration.config
         self.weights = WorkerWeights(vllm_config)
         #: What the scheduler side must learn.
         self._facts = facts = Outbox(Facts)
         self.adapters = LoadedAdapters(facts)
-        parts = self.registration, self.weights, self.adapters, facts
-        hybrid = CacheGroups(vllm_config, kv_cache_config).hybrid
-        block_size = manager_block_size(vllm_config, kv_cache_config)
-        self.loads = WorkerLoads(config.chunk_size, block_size, assembly, *parts, hybrid, may_store)
-        self.stores = WorkerStores(config, self.counters, *parts, others_fill)
+        parts = registration, self.weights, self.adapters, facts
+        self.loads = WorkerLoads(*parts, may_store)
+        self.stores = WorkerStores(*parts, others_fill)
         receivers = [self.registration.take_orders, self.loads.take_orders, self.stores.take_orders]
         self._ranks_file: RanksFile | None = None
         several = vllm_config.parallel_config.world_size > 1
@@ -206,7 +186,8 @@ class WorkerSide:
                 self.weights.settle()
         if meta.draft_namespace is not None:
             self.registration.open_drafts(*meta.draft_namespace)
-        self.loads.read_ahead(meta.prefetches)
+        if meta.prefetches:
+            self.loads.read_ahead(meta.prefetches)
         # On a CPU no work of an earlier step is in flight when a step begins, so loads need not
         # wait until this step's forward pass is enqueued. Nor need they on a device: vLLM has
         # enqueued the zeroing and the copies of blocks that belong to this step
@@ -264,7 +245,8 @@ class WorkerSide:
             return
         facts.repaired += transfers.take_repaired()
         breaker_open, promises = not shelf.available, self.registration.promises
-        if self.loads.take_refused() or self._breaker_open is not breaker_open:
+        if self.loads.refused or self._breaker_open is not breaker_open:
+            self.loads.refused = False
             self._breaker_open = facts.breaker_open = breaker_open
         properties = shelf.backend.properties
         refused = properties.read_only or not properties.available

@@ -213,23 +213,17 @@ def slots_to_load(
     count = -(-end // chunk_size) - first
     if len(chunks) != count:
         raise ValueError(f"{len(chunks)} chunks cannot fill tokens {start} to {end} of a request")
-    if not chunks:
-        return []
-    if not chunks[-1].tail:
-        return _rows_to_load(groups, chunks, block_ids, start, end, chunk_size, chunk_size)
-    tail = chunks[-1]
-    begin = (first + count - 1) * chunk_size
-    if begin + tail.tokens < end:
-        raise ValueError(f"a tail of {tail.tokens} tokens cannot fill tokens {begin} to {end}")
-    before = chunks[:-1]
-    items = (
-        _rows_to_load(groups, before, block_ids, start, begin, chunk_size, chunk_size)
-        if before
-        else []
+    whole = sum(not chunk.tail for chunk in chunks)
+    border = (first + whole) * chunk_size
+    items = _rows_to_load(
+        groups, chunks[:whole], block_ids, start, min(border, end), chunk_size, chunk_size
     )
-    return items + _rows_to_load(
-        groups, [tail], block_ids, max(start, begin), end, chunk_size, tail.tokens
-    )
+    for tail in chunks[whole:]:
+        if border + tail.tokens < end:
+            raise ValueError(f"a tail of {tail.tokens} tokens cannot fill tokens {border} to {end}")
+        begin = max(start, border)
+        items += _rows_to_load(groups, [tail], block_ids, begin, end, chunk_size, tail.tokens)
+    return items
 
 
 def _rows_to_load(
@@ -242,6 +236,8 @@ def _rows_to_load(
     tokens: int,
 ) -> list[ChunkSlots]:
     """Return the slot mappings of chunks of `tokens` tokens each, of which one may be a tail."""
+    if not chunks:
+        return []
     first = start // chunk_size * chunk_size
     tail = tokens < chunk_size
     found = []

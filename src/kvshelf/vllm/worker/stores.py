@@ -26,9 +26,7 @@ import logging
 import sys
 from dataclasses import dataclass, field
 
-from kvshelf.config import Config
 from kvshelf.format.kinds import DRAFT, FULL, STATE
-from kvshelf.metrics import Counters
 from kvshelf.transfer.context import ChunkSlots
 from kvshelf.transfer.stores import StoreOutcome
 from kvshelf.vllm.adapters import LoadedAdapters
@@ -48,8 +46,6 @@ class WorkerStores:
 
     Parameters
     ----------
-    config : Config
-    counters : Counters
     registration : Registration
     weights : WorkerWeights
     adapters : LoadedAdapters
@@ -59,8 +55,6 @@ class WorkerStores:
         Whether another connector may fill free blocks without waiting for the engine's stream.
     """
 
-    config: Config
-    counters: Counters
     registration: Registration
     weights: WorkerWeights
     adapters: LoadedAdapters
@@ -140,7 +134,7 @@ class WorkerStores:
     def _drop(self, op: StoreOp, why: str) -> None:
         """Count a chunk that is not stored. Of a drafter's only those are counted that move."""
         if op.kind != DRAFT:
-            self.counters.add(f"dropped_chunks_{why}")
+            self.registration.assembly.counters.add(f"dropped_chunks_{why}")
 
     def _break_promise(self, op: StoreOp) -> None:
         """Mark the promise of a store as broken, if another engine waits for the chunk."""
@@ -201,7 +195,7 @@ class WorkerStores:
             return None
         chunk = op.chunk
         tokens = chunk.tokens if chunk.tail else None
-        size = self.config.chunk_size
+        size = self.registration.config.chunk_size
         slots = slots_to_store(of_kind.slots, op.block_ids, chunk.index, size, tokens=tokens)
         # Requests that wait for the chunk do not wait for the drafter's KV, but profit from it.
         promises = self.registration.promises if op.attempt or chunk.tail else None
