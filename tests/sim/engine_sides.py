@@ -37,8 +37,8 @@ with warnings.catch_warnings():
         WorkerReport,
     )
     from kvshelf.vllm.namespace import build_namespace
-    from kvshelf.vllm.scheduler import Engine, SchedulerSide
-    from kvshelf.vllm.scheduler.drafts import DraftScheduler
+    from kvshelf.vllm.scheduler import SchedulerEngine, SchedulerSide
+    from kvshelf.vllm.scheduler.drafter import DraftScheduler
     from kvshelf.vllm.scheduler.requests import Awaited
     from kvshelf.vllm.worker.side import WorkerSide
 
@@ -168,7 +168,7 @@ def with_lookups(side: SchedulerSide) -> list[str]:
 def remembers(side: SchedulerSide) -> bool:
     """Whether a side knows anything of any request."""
     lookups = side.lookups
-    return bool(side.requests or lookups._ahead or lookups._later or side.loads.planned)
+    return bool(side.requests or lookups.ahead or lookups.later or side.loads.planned)
 
 
 def awaited_of(side: SchedulerSide, name: str) -> Awaited | None:
@@ -180,7 +180,7 @@ def awaited_of(side: SchedulerSide, name: str) -> Awaited | None:
 def waits_for_objects(side: SchedulerSide) -> bool:
     """Whether any request waits for a hand-over, or anything looks for its objects."""
     service = side.handovers._service
-    return bool(side.handovers._waiting or (service is not None and service._waits))
+    return bool(side.handovers.waiting or (service is not None and service._waits))
 
 
 def set_clock(side: SchedulerSide, now: float = 1000.0) -> Clock:
@@ -191,39 +191,39 @@ def set_clock(side: SchedulerSide, now: float = 1000.0) -> Clock:
 
 def take_lookups(side: SchedulerSide) -> LookupService | None:
     """Take a side back to the time before its namespace was known; return what looks up."""
-    lookups, side.opening.lookups = side.opening.lookups, None
-    side.opening.handshake._deadline = None
+    lookups, side.engine.lookup_service = side.engine.lookup_service, None
+    side.engine.handshake._deadline = None
     return lookups
 
 
 def give_lookups(side: SchedulerSide, lookups: LookupService | None) -> None:
     """Undo :func:`take_lookups`."""
-    side.opening.lookups = lookups
+    side.engine.lookup_service = lookups
 
 
 def drafts_of(side: SchedulerSide) -> DraftScheduler:
-    """The drafter's part."""
-    return side.drafts
+    """The drafter's component."""
+    return side.drafter
 
 
 def namespace_of_drafts(side: SchedulerSide) -> Namespace | None:
     """The namespace of the drafter's KV, once it is known."""
-    return side.drafts.namespace
+    return side.drafter.namespace
 
 
 def round_of(side: SchedulerSide) -> int:
     """How often weights have been compared."""
-    return side.opening.handshake.round
+    return side.engine.handshake.round
 
 
 def compares_weights(side: SchedulerSide) -> bool:
     """Whether the weights are being compared."""
-    return side.opening.handshake.checking
+    return side.engine.handshake.checking
 
 
 def is_settled(side: SchedulerSide) -> bool:
     """Whether the namespace is known to all, and no weights are being compared."""
-    handshake = side.opening.handshake
+    handshake = side.engine.handshake
     known = handshake.namespace is not None and not handshake.announcing
     return known and not handshake.checking
 
@@ -265,7 +265,7 @@ class LoneScheduler:
         self.opened = True
         self.uses = uses
         self.side = SchedulerSide(
-            Engine(
+            SchedulerEngine(
                 self.config,
                 found,
                 lambda: self.shelf if self.opened else None,
@@ -332,7 +332,7 @@ class LoneScheduler:
     def report(self, **fields: Any) -> None:
         """Bring what all workers say, as the fields of ``WorkerMetadata`` say."""
         heard = dict.fromkeys(range(self.side.engine.ranks), 0)
-        self.side.worker_output(WorkerMetadata(heard, **fields))
+        self.side.take_output((), WorkerMetadata(heard, **fields))
 
     def reset(self) -> None:
         """Reset the cache as vLLM does; the workers find the weights of the start."""

@@ -16,7 +16,8 @@ pytest.importorskip("vllm")
 from kvshelf.format.kinds import FULL, Kind
 from kvshelf.vllm import connector
 from kvshelf.vllm.scheduler import handovers
-from kvshelf.vllm.scheduler.bare import BareWaits, Patience
+from kvshelf.vllm.scheduler.handovers import BareWaits
+from kvshelf.vllm.scheduler.requests import Patience
 from tests.sim import engine_sides as sides
 from tests.sim.engine import EngineModel, Start
 from tests.support.prompts import prompt
@@ -211,7 +212,7 @@ def test_chance_to_wait_after_many_waits_in_vain_is_one_in_1024() -> None:
 def test_waits_in_vain_that_are_not_in_a_row_leave_the_chance_to_wait() -> None:
     bare = BareWaits()
     for hopeful in (False, True, False, False):
-        patience = Patience(1.0, hopeful=hopeful)
+        patience = Patience(1.0, is_hopeful=hopeful)
         assert bare.may_begin(patience)
         bare.ended(patience)
     assert bare.may_begin(Patience(1.0))

@@ -18,21 +18,20 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from vllm.sampling_params import SamplingParams
 
 from kvshelf.errors import TransientStorageError
+from kvshelf.format.keys import KeyChain
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.tiers import tiered
 from kvshelf.vllm import connector
 from kvshelf.vllm.messages import MOST_TRIES, Inbox
 from kvshelf.vllm.metadata import StepMetadata
-from kvshelf.vllm.scheduler import SchedulerSide
-from kvshelf.vllm.scheduler.opening import Opening
+from kvshelf.vllm.scheduler import SchedulerEngine, SchedulerSide
 from kvshelf.vllm.scheduler.read_ahead import ReadAheadPlan
 from kvshelf.vllm.worker.layers import StoredLayers
 from kvshelf.vllm.worker.stores import WorkerStores
 from kvshelf.vllm.worker.weights import WorkerWeights
-from tests.sim.engine import RUNNERS, EngineModel, Request
+from tests.sim.engine import RUNNERS, EngineModel
 from tests.sim.engine_sides import limit_stores
 from tests.sim.storage import Fault, FaultyStorage, posix
 from tests.support.prompts import prompt
@@ -125,10 +124,8 @@ class Conversation:
         if params is None:
             return
         side = self.engine.side
-        (view,) = side.opening.views.values()
-        state = side.requests.add(Request("other", tokens, SamplingParams(), None))
-        chain = side.lookups._keys.chain(state, view.fmt.namespace.digest, b"")
-        del side.requests["other"]
+        (view,) = side.engine.views.values()
+        chain = KeyChain(view.fmt.namespace.digest, CHUNK)
         chunks = chain.extend(tokens)[: params["kvshelf_tokens"] // CHUNK]
 
         def is_settled() -> bool:
@@ -153,14 +150,23 @@ class Conversation:
         assert not worker.loads._ops and not worker.stores._released
 
 
+def components_of(engine: EngineModel) -> list[Any]:
+    """What the scheduler side consists of."""
+    side = engine.side
+    return [
+        *(side.handovers, side.loads, side.lookups, side.periods, side.read_ahead),
+        *(side.drafter, side.stores, side.admission),
+    ]
+
+
 def parts_of(engine: EngineModel) -> list[object]:
     """What both sides consist of."""
     scheduler: Any = engine.side
     worker: Any = engine.worker.side
     transfers = worker.registration.transfers
     return [
-        *(scheduler, *scheduler._parts, scheduler._hits, scheduler._steps, scheduler.opening),
-        *(scheduler.opening.handshake, scheduler._orders, *scheduler._facts.values()),
+        *(scheduler, *components_of(engine), scheduler.hits, scheduler.engine),
+        *(scheduler.engine.handshake, scheduler.engine.orders, *scheduler._facts.values()),
         *(worker, worker.loads, worker.stores, worker.weights, worker.adapters),
         *(worker.registration, worker.registration.model, worker._facts, worker._orders),
         *(transfers, worker.registration.promises, *transfers.loads.values()),
@@ -277,7 +283,7 @@ def test_an_error_at_the_end_keeps_nothing_open(
     threads = (named("kvshelf-store") | named("kvshelf-load")) - others
     assert threads
     monkeypatch.setattr(StoredLayers, "cancel_weights", _fail)
-    monkeypatch.setattr(Opening, "close", _fail)
+    monkeypatch.setattr(SchedulerEngine, "close_lookups", _fail)
     engine.worker.connector.shutdown()
     engine.connector.shutdown()
     until(lambda: not any(thread.is_alive() for thread in threads))
@@ -349,21 +355,22 @@ def test_why_a_worker_is_disabled_reaches_the_scheduler_when_its_first_report_is
     assert engine.connector.disabled
 
 
-def test_an_error_at_the_end_of_a_request_leaves_out_no_part(
+def test_error_at_the_end_of_a_request_leaves_out_no_component(
     start: Callable[..., EngineModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = start()
-    parts, called = engine.side._parts, []
+    prompts, side, called = fill(engine), engine.side, []
 
-    def fail(part: object) -> None:
-        called.append(part)
+    def fail(component: object) -> None:
+        called.append(component)
         raise RuntimeError("failed")
 
-    for part in parts:
-        monkeypatch.setattr(part, "finished", lambda state, part=part: fail(part))
-    engine.add("r", prompt(40, 1))
+    components = [side.loads, side.lookups, side.read_ahead]
+    for component in components:
+        monkeypatch.setattr(component, "finished", lambda _, one=component: fail(one))
+    engine.add("r", prompts[0])
     engine.finish()
-    assert called == list(parts)
+    assert called == components
 
 
 def test_receiver_of_messages_that_raises_is_given_them_again_and_holds_up_no_other() -> None:

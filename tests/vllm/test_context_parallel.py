@@ -195,7 +195,7 @@ def test_an_engine_says_that_it_only_loads(
         connector = SharedStorageConnector(config, KVConnectorRole.SCHEDULER, make_groups(config))
         with closing(SimpleNamespace(close=connector.shutdown)):
             side = connector._scheduler
-            assert side.opening.may_store == (size == 1)
+            assert side.engine.may_store == (size == 1)
             assert connector._groups.alignment == 4 * size
         lines = [line for line in caplog.messages if "stores none" in line]
         assert len(lines) == warned

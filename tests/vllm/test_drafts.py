@@ -22,9 +22,9 @@ from kvshelf.shelf.view import NamespaceView
 from kvshelf.transfer import loads, transfers
 from kvshelf.vllm.groups import CacheGroups
 from kvshelf.vllm.metadata import Facts
-from kvshelf.vllm.scheduler import Engine
-from kvshelf.vllm.scheduler import drafts as scheduler_drafts
-from kvshelf.vllm.scheduler.drafts import DraftedChain, DraftScheduler
+from kvshelf.vllm.scheduler import SchedulerEngine
+from kvshelf.vllm.scheduler import drafter as scheduler_drafter
+from kvshelf.vllm.scheduler.drafter import DraftedChain, DraftScheduler
 from kvshelf.vllm.scheduler.requests import RequestState
 from kvshelf.vllm.speculation import draft_layers
 from kvshelf.vllm.worker import loads as worker_loads
@@ -168,7 +168,7 @@ def test_after_an_error_the_scheduler_leaves_the_drafter_out(
     elif where == "receive":
         monkeypatch.setattr(drafts._handshake, "receive", _fail)
     else:
-        monkeypatch.setattr(scheduler_drafts, "_Progress", lambda *_: object())
+        monkeypatch.setattr(scheduler_drafter, "_Progress", lambda *_: object())
     assert engine.run(prompt(20)) == [16]
     assert drafts.left_out
 
@@ -359,8 +359,8 @@ class Rows:
 
     def __init__(self) -> None:
         config = vllm_config({}, block_size=4, blocks=9, speculative_config=drafter())
-        engine = Engine(config, Config(), lambda: None, CacheGroups(config, None))
-        self.side = DraftScheduler(engine, {})
+        engine = SchedulerEngine(config, Config(), lambda: None, CacheGroups(config, None))
+        self.side = DraftScheduler(engine)
         self.chain = DraftedChain(bytes(32), bytes(32), CHUNK)
         self.chain.extend(prompt(16))
 
@@ -388,14 +388,14 @@ def test_computing_blocks_anew_after_they_left_the_cache_makes_them_good() -> No
     rows = Rows()
     request = rows.request("loaded")
     rows.side.to_load("loaded", rows.chain, 0, 12)
-    rows.side.take_facts(0, Facts(without_drafts=[("loaded", 0)]))
+    rows.side.take_facts(Facts(without_drafts=[("loaded", 0)]))
     assert not rows.is_stored(request, 12, 16)
     assert rows.is_stored(rows.request("again"), 0, 12, 16)
     assert rows.is_stored(rows.request("later", cached=12), 12, 16)
     # A load that brought nothing at all is computed.
     request = rows.request("failed")
     rows.side.to_load("failed", rows.chain, 0, 12)
-    rows.side.take_facts(0, Facts(without_drafts=[("failed", 0)]))
+    rows.side.take_facts(Facts(without_drafts=[("failed", 0)]))
     assert rows.is_stored(request, 0, 12, 16)
 
 

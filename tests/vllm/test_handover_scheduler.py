@@ -408,7 +408,7 @@ def test_engine_without_tails_loads_the_chunks_before_one(start: Start) -> None:
     tokens = prompt(203)
     handover = prefill(start(), tokens)
     engine = start()
-    side_of(engine).opening.tails = False
+    side_of(engine).engine.tails = False
     engine.add("r", tokens, answer=1, transfer=handover.params())
     engine.finish()
     assert engine.loaded("r") == 192

@@ -27,9 +27,9 @@ from kvshelf.format.namespace import Namespace
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.metrics import Counters
 from kvshelf.shelf.shelf import Shelf
-from kvshelf.vllm.metadata import LoadOp, StepMetadata, StoreOp, WorkerMetadata
+from kvshelf.vllm.metadata import LoadOp, RefusedStore, StepMetadata, StoreOp, WorkerMetadata
 from kvshelf.vllm.namespace import build_namespace
-from kvshelf.vllm.scheduler.opening import ranks_with
+from kvshelf.vllm.scheduler.engine import ranks_with
 from kvshelf.vllm.worker.registration import Registration
 from kvshelf.vllm.worker.side import WorkerSide
 from tests.sim.engine_caches import (
@@ -424,7 +424,7 @@ def test_windows_without_memory_are_dropped_and_full_chunks_are_refused(rig: Rig
     assert stored[FULL] == [True] * 4 + [False] * 2 and 0 < sum(stored[WINDOW]) < 6
     assert said is not None
     ((_, facts),) = said.facts[0]
-    assert facts.refused == [("r", chunk) for chunk in chunks[4:]]
+    assert facts.refused == [RefusedStore("r", chunk, "", 0) for chunk in chunks[4:]]
     dropped = worker.side.counters.snapshot()["dropped_chunks_staging_full"]
     assert dropped == stored[WINDOW].count(False)
 

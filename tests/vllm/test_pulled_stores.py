@@ -11,10 +11,14 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from kvshelf.format.keys import Chunk
+from kvshelf.vllm.handover import no_handover
+from kvshelf.vllm.metadata import RefusedStore
 from tests.sim.engine import RUNNERS, EngineModel
 from tests.sim.engine_sides import (
     LoneScheduler,
     Request,
+    image,
     limit_stores,
     orders_of,
     stored_chunks,
@@ -139,9 +143,18 @@ def decode(side: LoneScheduler, *requests: Request) -> dict[str, list[int]]:
     return stored
 
 
+def refuse(side: LoneScheduler, request: Request, *chunks: Chunk) -> None:
+    """Say that a worker had no memory for chunks that were handed out."""
+    state = side.side.requests.get(request.request_id)
+    state = state or side.side.stores.ended[request.request_id][0].state
+    attempt = "" if state.promise is None else state.promise.attempt
+    round_ = side.side.engine.handshake.round
+    side.tell(refused=[RefusedStore(state.id, chunk, attempt, round_) for chunk in chunks])
+
+
 def answer(side: LoneScheduler, room: int) -> None:
     """Say that all steps so far have ended, and for how many chunks there is room."""
-    side.tell(room=(side.side._steps.count, room))
+    side.tell(room=(side.side.engine.steps, room))
 
 
 def test_steps_store_as_many_chunks_as_there_is_room_for(side: LoneScheduler) -> None:
@@ -180,7 +193,7 @@ def test_tail_is_stored_in_the_step_that_completes_the_prompt(side: LoneSchedule
 
 def test_chunk_without_memory_is_handed_out_again_with_those_behind_it(side: LoneScheduler) -> None:
     request, _ = compute(side, "r", 1)
-    side.tell(refused=[("r", chunk) for chunk in side.chunks(request.prompt_token_ids)[2:4]])
+    refuse(side, request, *side.chunks(request.prompt_token_ids)[2:4])
     assert decode(side, request) == {"r": [2, 3]}
 
 
@@ -219,7 +232,7 @@ def test_refused_chunk_of_an_ended_request_is_stored_from_its_blocks(side: LoneS
     request, _ = compute(side, "r", 1, kv_transfer_params=ASKED)
     chunks = side.chunks(request.prompt_token_ids)
     assert side.side.finished("r", ([*range(20, 40)],))[0]
-    side.tell(refused=[("r", chunks[3])])
+    refuse(side, request, chunks[3])
     assert stored_chunks(side.step()) == [3]
 
 
@@ -228,7 +241,7 @@ def test_promise_of_an_ended_request_is_broken_with_its_backlog(
     side: LoneScheduler, monkeypatch: pytest.MonkeyPatch, ends: str
 ) -> None:
     answer(side, 3)
-    clock = side.side._stores.clock = Clock(0.0)
+    clock = side.side.stores.clock = Clock(0.0)
     _, params = compute(side, "r", 1, kv_transfer_params=ASKED)
     _, params = side.side.finished("r", ([*range(20, 40)],))
     assert params is not None
@@ -241,7 +254,7 @@ def test_promise_of_an_ended_request_is_broken_with_its_backlog(
     elif ends == "weights":
         side.side.weights_may_change("a test")
     else:
-        monkeypatch.setattr(side.side.lookups, "plan", lambda *_: 1 / 0)
+        monkeypatch.setattr(side.side.periods, "plan", lambda *_: 1 / 0)
     orders = orders_of(side.step())
     assert orders.released == ["r"] and orders.broken == [params["kvshelf_attempt"]]
     assert side.side.counters.snapshot()["dropped_chunks_staging_full"] == 2
@@ -263,3 +276,167 @@ def test_backlog_of_a_request_that_hands_nothing_over_is_dropped_with_its_end(
     compute(side, "r", 1)
     assert side.side.finished("r", ([],)) == (False, None)
     assert side.side.counters.snapshot()["dropped_chunks_staging_full"] == 3
+
+
+# ------------------------------------------------------------- what must not be stored or promised
+
+
+def divided(root: Path) -> LoneScheduler:
+    """A side of a model that allows no image to be divided between steps."""
+
+    def change(config: Any) -> None:
+        config.model_config.is_mm_prefix_lm = True
+
+    return LoneScheduler(root, change=change)
+
+
+@pytest.mark.parametrize(
+    ("first", "length", "steps", "promised"),
+    [
+        # The image lies in the tail, and in a chunk.
+        (4 * CHUNK + 1, 3, (4 * CHUNK + 2, 3), 4 * CHUNK),
+        (2 * CHUNK + 1, 6, (2 * CHUNK + 4, 2 * CHUNK + 1), 2 * CHUNK),
+    ],
+)
+def test_what_lies_behind_a_divided_image_is_neither_promised_nor_stored(
+    tmp_path: Path, first: int, length: int, steps: tuple[int, int], promised: int
+) -> None:
+    side = divided(tmp_path)
+    image_at = image("an image", first, length)
+    request = Request("r", prompt(4 * CHUNK + 5), kv_transfer_params=ASKED, mm_features=[image_at])
+    assert side.ask(request) == 0
+    stored = stored_chunks(side.step({"r": (0, steps[0])}, new=("r",)))
+    stored += stored_chunks(side.step({"r": steps}))
+    answer(side, 9)
+    request.num_computed_tokens = request.num_prompt_tokens
+    keeps_blocks, params = side.side.finished("r", ([*range(20, 60)],))
+    assert params is not None and params["kvshelf_tokens"] == promised
+    assert not keeps_blocks and not side.step().stores
+    assert stored == [*range(promised // CHUNK)]
+    side.close()
+
+
+def test_backlog_that_a_resumed_request_divides_is_dropped(tmp_path: Path) -> None:
+    side = divided(tmp_path)
+    answer(side, 0)
+    request = Request(
+        "r",
+        prompt(4 * CHUNK + 1),
+        kv_transfer_params=ASKED,
+        mm_features=[image("an image", 2 * CHUNK + 1, 6)],
+    )
+    assert side.ask(request) == 0
+    side.step({"r": (0, 4 * CHUNK + 1)}, new=("r",))
+    request.num_preemptions = 1
+    side.step(preempted=("r",))
+    assert side.ask(request) == 0
+    side.step({"r": (0, 2 * CHUNK + 4)})
+    side.step({"r": (2 * CHUNK + 4, 2 * CHUNK - 3)})
+    request.num_computed_tokens = 4 * CHUNK + 1
+    keeps_blocks, params = side.side.finished("r", ([*range(20, 60)],))
+    assert keeps_blocks and params is not None and params["kvshelf_tokens"] == 2 * CHUNK
+    answer(side, 9)
+    assert stored_chunks(side.step()) == [0, 1]
+    side.close()
+
+
+def test_blocks_behind_another_connectors_load_are_not_promised_at_the_end(
+    side: LoneScheduler,
+) -> None:
+    request = Request("r", prompt(5), kv_transfer_params=ASKED)
+    assert side.ask(request) == 0
+    assert not side.step({"r": (4, 1)}, new=("r",), sync_loads=True).stores
+    request.num_computed_tokens = 5
+    assert side.side.finished("r", ([*range(20, 40)],)) == (False, no_handover())
+
+
+def test_engine_that_stores_nothing_promises_no_tail(tmp_path: Path) -> None:
+    side = LoneScheduler(tmp_path / "shelf", read_only=True)
+    compute(side, "r", 1, kv_transfer_params=ASKED)
+    assert side.side.finished("r", ([*range(20, 40)],)) == (False, no_handover())
+    side.close()
+
+
+@pytest.mark.parametrize("tail", [0, 1])
+def test_prompt_whose_lookup_is_late_is_promised_and_stored_as_others(
+    side: LoneScheduler, tail: int
+) -> None:
+    is_open = threading.Event()
+    side.faults.add(Fault("stat", wait=is_open))
+    answer(side, 2)
+    request = Request("r", prompt(4 * CHUNK + tail), kv_transfer_params=ASKED)
+    side.side.new_request(request)
+    assert stored_chunks(side.step({"r": (0, request.num_prompt_tokens)}, new=("r",))) == [0, 1]
+    request.num_computed_tokens = request.num_prompt_tokens
+    keeps_blocks, params = side.side.finished("r", ([*range(20, 60)],))
+    assert keeps_blocks and params is not None
+    assert params["kvshelf_tokens"] == request.num_prompt_tokens
+    answer(side, 9)
+    assert stored_chunks(side.step()) == [2, 3, 4][: 2 + tail]
+    answer(side, 9)
+    assert orders_of(side.step()).released == ["r"]
+    is_open.set()
+
+
+# ------------------------------------------------------------- chunks that are refused late
+
+
+@pytest.mark.parametrize("ends", ["deadline", "weights"])
+def test_chunk_that_is_refused_after_its_request_was_released_breaks_the_promise(
+    side: LoneScheduler, ends: str
+) -> None:
+    clock = side.side.stores.clock = Clock(0.0)
+    request, _ = compute(side, "r", 1, kv_transfer_params=ASKED)
+    chunk = side.chunks(request.prompt_token_ids)[3]
+    _, params = side.side.finished("r", ([*range(20, 40)],))
+    assert params is not None
+    if ends == "weights":
+        side.side.weights_may_change("a test")
+    clock.now += 1000.0
+    orders = orders_of(side.step())
+    assert (orders.released, orders.broken) == (["r"], [])
+    side.tell(refused=[RefusedStore("r", chunk, params["kvshelf_attempt"], 0)])
+    assert orders_of(side.step()).broken == [params["kvshelf_attempt"]]
+    assert side.side.counters.snapshot()["dropped_chunks_staging_full"] == 1
+
+
+def test_chunk_that_is_refused_after_a_reset_is_dropped(side: LoneScheduler) -> None:
+    request, _ = compute(side, "r", 1)
+    chunk = side.chunks(request.prompt_token_ids)[3]
+    side.reset()
+    side.tell(refused=[RefusedStore("r", chunk, "", 0)])
+    assert decode(side, request) == {}
+    assert side.side.counters.snapshot()["dropped_chunks_staging_full"] == 1
+
+
+def test_chunk_that_is_refused_after_a_preemption_is_no_hit(side: LoneScheduler) -> None:
+    request, _ = compute(side, "r", 1)
+    request.num_preemptions, request.num_computed_tokens = 1, 0
+    side.side.matched_tokens(request, 0)
+    refuse(side, request, side.chunks(request.prompt_token_ids)[2])
+    assert side.lookup("r").hit_chunks == 2
+    assert stored_chunks(side.step({"r": (0, request.num_prompt_tokens)})) == [2, 3]
+
+
+def test_refused_tail_of_a_running_request_is_handed_out_again(side: LoneScheduler) -> None:
+    request, stored = compute(side, "r", 1, kv_transfer_params=ASKED)
+    assert stored[-1] == 4 and decode(side, request) == {}
+    promise = side.side.requests["r"].promise
+    assert promise is not None and promise.tail is not None
+    refuse(side, request, promise.tail)
+    assert decode(side, request) == {"r": [4]}
+
+
+def test_decoded_chunks_that_wait_at_the_end_are_counted(tmp_path: Path) -> None:
+    side = LoneScheduler(tmp_path / "shelf", save_decode=True)
+    answer(side, 4)
+    request = Request("r", prompt(4 * CHUNK), kv_transfer_params=ASKED)
+    assert side.ask(request) == 0
+    assert stored_chunks(side.step({"r": (0, 4 * CHUNK)}, new=("r",))) == [0, 1, 2, 3]
+    answer(side, 0)
+    request._all_token_ids += prompt(2 * CHUNK, 5)
+    assert not side.step({"r": (4 * CHUNK, 2 * CHUNK)}).stores
+    request.num_computed_tokens = 6 * CHUNK
+    assert side.side.finished("r", ([*range(20, 60)],))[1] is not None
+    assert side.side.counters.snapshot()["dropped_chunks_staging_full"] == 2
+    side.close()

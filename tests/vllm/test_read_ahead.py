@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -14,9 +16,23 @@ with warnings.catch_warnings():
     from kvshelf.format.kinds import FULL
     from kvshelf.vllm.messages import Outbox
     from kvshelf.vllm.metadata import Orders, StepMetadata
-    from kvshelf.vllm.scheduler.read_ahead import Loadable, ReadAheadPlan
+    from kvshelf.vllm.scheduler.hits import Loadable
+    from kvshelf.vllm.scheduler.read_ahead import ReadAheadPlan
 from tests.support.formats import make_format
 from tests.support.prompts import make_chunks
+
+
+def make_plan(loadable: Callable[[str], Loadable | None]) -> ReadAheadPlan:
+    """A plan for requests that are their names."""
+
+    class Names(dict[str, str]):
+        def __missing__(self, name: str) -> str:
+            return name
+
+    engine: Any = SimpleNamespace(requests=Names(), orders=Outbox(Orders))
+    hits: Any = SimpleNamespace(loadable=loadable)
+    lookups: Any = SimpleNamespace(loads_are_paused=lambda: False)
+    return ReadAheadPlan(engine, hits, lookups)
 
 
 def test_a_step_looks_at_few_requests_however_many_wait() -> None:
@@ -26,7 +42,7 @@ def test_a_step_looks_at_few_requests_however_many_wait() -> None:
         asked.append(name)
         return Loadable()
 
-    plan = ReadAheadPlan(loadable, lambda: False, Outbox(Orders))
+    plan = make_plan(loadable)
     plan.enable(None)
     for number in range(50_000):
         plan.wait(str(number))
@@ -40,19 +56,19 @@ def test_a_step_looks_at_few_requests_however_many_wait() -> None:
                 taken.append(name)
                 yield name, waiting
 
-    plan._waiting = Counting(plan._waiting)  # type: ignore[assignment]
+    plan.waiting = Counting(plan.waiting)  # type: ignore[assignment]
     plan.plan(SimpleNamespace(num_scheduled_tokens={"3": 1}), StepMetadata())
     assert len(taken) <= 33
     assert asked == [str(number) for number in range(32) if number != 3]
     # The one that was admitted waits no more.
-    assert "3" not in plan._waiting
+    assert "3" not in plan.waiting
 
 
 def test_what_the_engine_has_is_not_read_for_requests_that_wait() -> None:
     """Or a long queue of prompts with one beginning would read that from the storage."""
     chunks = make_chunks(make_format(), 6)
     found = Loadable(chunks, {FULL: range(6)})
-    plan = ReadAheadPlan(lambda _: found, lambda: False, Outbox(Orders))
+    plan = make_plan(lambda _: found)
     plan.enable(4)
     plan.wait("first")
     plan.note_in_engine_cache(chunks[:4])

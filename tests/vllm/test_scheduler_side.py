@@ -415,8 +415,9 @@ def test_step_of_which_a_part_fails_brings_loads_and_stores_nothing(
     ahead.load(requests[0], 16)
 
     def broken(*_: object) -> None:
-        raise KeyError("a part that plans after the stores")
+        raise KeyError("a component that plans after the stores")
 
+    ahead.side.admission.always = False
     monkeypatch.setattr(ahead.side.admission, "plan", broken)
     meta = ahead.step({"t": (0, 20)}, new=("t",))
     assert (meta.stores, meta.prefetches) == ([], [])
@@ -1059,7 +1060,7 @@ def test_a_bad_chunk_is_trusted_again_when_all_ranks_have_repaired_it(make: Make
     side.tell(repaired=[key])
     assert side.ask(Request("after", prompt(20))) == 16
     # Where one stage alone has layers of this kind, its ranks are enough.
-    side.side.opening.ranks_of = {FULL: 1}
+    side.side.engine.ranks_of = {FULL: 1}
     first = side.chunks(prompt(20))[0].key
     side.fail(first, bad=True)
     side.tell(1, repaired=[first])

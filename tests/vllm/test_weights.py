@@ -424,7 +424,7 @@ def test_what_was_computed_before_a_round_may_have_other_weights_than_it_finds(h
 
 def test_only_steps_that_compute_count_in_a_round(start: Start) -> None:
     engine = start()
-    handshake = engine.side.opening.handshake
+    handshake = engine.side.engine.handshake
     engine.side.reset()
     engine.step()
     assert not handshake.computes
@@ -525,7 +525,7 @@ def test_hits_are_offered_when_all_ranks_serve_the_new_weights(
     reader.finish()
     assert reader.loaded("late") == 0
     monkeypatch.undo()
-    until(lambda: reader.step() is not None and not reader.side.opening.handshake.announcing)
+    until(lambda: reader.step() is not None and not reader.side.engine.handshake.announcing)
     assert reader.run(prompt(20)) == [16]
     assert not reader.failed
 
@@ -740,10 +740,9 @@ def block_periods(
     *, hybrid: bool = False, block_size: int = 1
 ) -> tuple[BlockPeriods, Callable[[list[int], int], Any]]:
     """The periods of blocks, and what admits a request there."""
-    shared = MagicMock()
-    shared.engine.groups = groups = MagicMock(scratch=(), hybrid=hybrid)
+    groups = MagicMock(scratch=(), hybrid=hybrid)
     groups.__iter__.side_effect = lambda: iter([SimpleNamespace(index=0, block_size=block_size)])
-    periods = BlockPeriods(shared)
+    periods = BlockPeriods(MagicMock(groups=groups), MagicMock())
     return periods, lambda blocks, computed: of_period(periods.admit([blocks], computed, None))
 
 

@@ -29,6 +29,7 @@ from kvshelf.tiers import tiered
 from kvshelf.vllm.connector import SharedStorageConnector
 from kvshelf.vllm.metadata import (
     LoadOp,
+    RefusedStore,
     StepMetadata,
     WorkerMetadata,
 )
@@ -378,7 +379,7 @@ def test_full_chunk_without_memory_is_refused_with_those_behind_it_of_its_reques
     ops = [store_op(chunk, request_id="r") for chunk in chunks]
     _, _, said = rig.step(StepMetadata(stores=[*ops], number=1))
     assert said is not None and said.room == (1, 0)
-    assert said.refused == [("r", chunk) for chunk in chunks[4:]]
+    assert said.refused == [RefusedStore("r", chunk, "", 0) for chunk in chunks[4:]]
     gate.set()
     rig.drain()
     _, _, said = rig.step(StepMetadata())

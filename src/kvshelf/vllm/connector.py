@@ -55,7 +55,7 @@ from kvshelf.vllm.groups import CacheGroups, with_chunk_size
 from kvshelf.vllm.metadata import StepMetadata, WorkerMetadata
 from kvshelf.vllm.namespace import check_environment, context_ranks, local_ranks
 from kvshelf.vllm.options import CONNECTOR_NAME, EARLIER_NAME
-from kvshelf.vllm.scheduler import Engine, SchedulerSide
+from kvshelf.vllm.scheduler import SchedulerEngine, SchedulerSide
 from kvshelf.vllm.speculation import check_speculation, drafter_has_kv
 from kvshelf.vllm.stats import ShelfPromMetrics, ShelfStats
 
@@ -211,7 +211,7 @@ class KVShelfConnector(KVConnectorBase_V1, SupportsHMA):
                     ", ".join(others),
                 )
             self._side = self._scheduler = SchedulerSide(
-                Engine(
+                SchedulerEngine(
                     vllm_config,
                     self._config,
                     self._assembly.shelf,

@@ -313,6 +313,16 @@ class WeightsReport:
     problem: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class RefusedStore:
+    """A full chunk that a rank was to store and has no memory for; the fields of its StoreOp."""
+
+    request_id: str
+    chunk: Chunk
+    attempt: str
+    round: int
+
+
 @dataclass
 class Facts:
     """What the scheduler side must learn of a rank.
@@ -337,8 +347,7 @@ class Facts:
         Ids of LoRA adapters for which it loaded other files than chunk keys stand for.
     without_drafts : list of (str, int)
         Requests of whose loads the drafter's KV is not complete, and the first token without it.
-    refused : list of (str, Chunk)
-        Full chunks of requests that it was to store and has no memory for.
+    refused : list of RefusedStore
     room : tuple of (int, int), optional
         The last :attr:`StepMetadata.number` of a step that it has ended, and for how many further
         full chunks its stores have memory; told when either changes.
@@ -359,7 +368,7 @@ class Facts:
     writes_refused: bool | None = None
     other_adapters: list[int] = field(default_factory=list)
     without_drafts: list[tuple[str, int]] = field(default_factory=list)
-    refused: list[tuple[str, Chunk]] = field(default_factory=list)
+    refused: list[RefusedStore] = field(default_factory=list)
     room: tuple[int, int] | None = None
     load_seconds: list[tuple[int, str, float]] = field(default_factory=list)
     disabled: list[tuple[str, bool]] = field(default_factory=list)

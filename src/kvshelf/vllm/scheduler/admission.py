@@ -14,7 +14,7 @@ Contracts
 * A hit may be offered shorter than it is, so that what is left shows how long computing takes.
 * Runs on the engine's step thread.
 
-When this part fails, hits are loaded as before.
+When :meth:`Admission.plan` fails, hits are loaded as before.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from kvshelf.costs import work
 from kvshelf.format.keys import Chunk
 from kvshelf.format.kinds import DRAFT, Kind, kind_key
 from kvshelf.vllm.metadata import Facts, StepMetadata
-from kvshelf.vllm.scheduler.requests import RequestState
-from kvshelf.vllm.scheduler.shared import Shared, SharingPart
-from kvshelf.vllm.scheduler.steps import scheduled
+from kvshelf.vllm.scheduler.engine import SchedulerEngine
+from kvshelf.vllm.scheduler.hits import Hits
+from kvshelf.vllm.scheduler.requests import RequestState, scheduled
 
 #: Seconds without a step after which the next one begins slowly: its time is what that takes if it
 #: takes no longer, unless it computes about as many tokens as others.
@@ -127,31 +127,31 @@ class InMemory:
         return len(self._nbytes_of)
 
 
-class Admission(SharingPart):
+class Admission:
     """What one engine has learned, and what it admits.
 
     Parameters
     ----------
-    shared : Shared
+    engine : SchedulerEngine
+    hits : Hits
 
     Attributes
     ----------
     clock : Callable
         Seconds.
     always : bool
-        Everything is loaded. May be changed between two steps.
+        Everything is loaded, and nothing is learned. May be changed while there are no requests.
     """
 
-    failure = "a step is not timed"
-
-    def __init__(self, shared: Shared) -> None:
-        super().__init__(shared)
+    def __init__(self, engine: SchedulerEngine, hits: Hits) -> None:
+        self._engine, self._hits = engine, hits
+        self._groups, self._requests = engine.groups, engine.requests
         self.clock: Callable[[], float] = time.monotonic
-        self.always = self._config.admission == "always"
-        scheduler = self._engine.vllm_config.scheduler_config
+        self.always = engine.config.admission == "always"
+        scheduler = engine.vllm_config.scheduler_config
         self._rule = AdmissionRule(int(scheduler.max_num_batched_tokens))
         #: A step that computes more tokens of a request computes its prompt.
-        speculative = self._engine.vllm_config.speculative_config
+        speculative = engine.vllm_config.speculative_config
         self._most_decoded = 1 + int(getattr(speculative, "num_speculative_tokens", 0) or 0)
         self._timed: OrderedDict[int, _Step] = OrderedDict()
         #: The prompts that are being computed: the :func:`~kvshelf.costs.work` that is left.
@@ -210,7 +210,7 @@ class Admission(SharingPart):
                 at_once = rule.at_once(hit, before)
             else:
                 # Of a storage that is fast now but answers late, few at once would hide that.
-                self._counters.add("explored_loads")
+                self._engine.counters.add("explored_loads")
         rule.begin_load(hit, self.clock())
         chunks = self._hits.to_load(state, start, end)
         self._loading[state.id] = _Loading(hit, rule.bytes_on_way(hit, before), chunks)
@@ -232,15 +232,17 @@ class Admission(SharingPart):
             in_tiers = max(in_tiers, in_memory)
         tokens, divisible = state.request.num_tokens, not self._groups.hybrid
         unit = self._groups.alignment
-        return Hit(start, end, tokens, self._size, nbytes, divisible, in_tiers, unit)
+        return Hit(
+            start, end, tokens, self._engine.config.chunk_size, nbytes, divisible, in_tiers, unit
+        )
 
     def _note(self, kind: Kind, chunks: Iterable[Chunk]) -> None:
         """Note that chunks were loaded or are stored: then memory has them, if there is any."""
-        fmt, shelf = self._opening.views[kind].fmt, self._opening.shelf
+        fmt, shelf = self._engine.views[kind].fmt, self._engine.shelf
         # Ranks with the same heads have the same in memory.
         record: Mapping[str, Any] = fmt.namespace.record
         holders = min(self._engine.ranks, fmt.shards * len(record["stages"]))
-        room = self._config.memory_bytes * holders
+        room = self._engine.config.memory_bytes * holders
         room += 0 if shelf is None else shelf.memory_bytes
         if room:
             nbytes = self._chunk_bytes(kind)
@@ -260,9 +262,8 @@ class Admission(SharingPart):
 
     def load_ended(self, state: RequestState) -> None:
         """Note that a load has ended, however it did: vLLM computes what it has not brought."""
-        if not self.always:
-            self._running.drop(state.id)
-            self._note_computed(state, state.request.num_computed_tokens)
+        self._running.drop(state.id)
+        self._note_computed(state, state.request.num_computed_tokens)
 
     def _note_computed(self, state: RequestState, tokens: int) -> None:
         """Note how many tokens of a prompt have KV, and count what is left, if it was begun."""
@@ -274,15 +275,13 @@ class Admission(SharingPart):
 
     def _chunk_bytes(self, kind: Kind) -> int:
         """Return the bytes of a kind of a chunk, of all ranks."""
-        fmt = self._opening.views[kind].fmt
+        fmt = self._engine.views[kind].fmt
         return sum(map(fmt.object_size, range(fmt.shards)))
 
     # ------------------------------------------------------------- what is learned
 
     def plan(self, output: Any, meta: StepMetadata) -> None:
         """Time a step that computes prompts, and note what is stored."""
-        if self.always:
-            return
         for op in meta.stores:
             if op.kind != DRAFT:
                 self._note(op.kind, [op.chunk])
@@ -308,9 +307,9 @@ class Admission(SharingPart):
                     parts.append((start, end))
         if not parts:
             return
-        meta.timed_step = self._steps.count
-        self._timed[self._steps.count] = _Step(parts, len(counts) - len(parts), now, paused)
-        while len(self._timed) > self._steps.in_flight + 1:
+        meta.timed_step = self._engine.steps
+        self._timed[meta.timed_step] = _Step(parts, len(counts) - len(parts), now, paused)
+        while len(self._timed) > self._engine.steps_in_flight + 1:
             self._timed.popitem(last=False)
 
     def lose(self) -> None:
@@ -338,29 +337,25 @@ class Admission(SharingPart):
         if self._computed:
             self._computed = now
 
-    def take_facts(self, rank: int, facts: Facts) -> None:
+    def take_facts(self, facts: Facts) -> None:
         """Learn how long loads took."""
         for number, request_id, taken in facts.load_seconds:
             state = self._requests.get(request_id)
-            if state is not None and state.load == number:
-                self._learn_load(request_id, taken)
-
-    def _learn_load(self, request_id: str, taken: float) -> None:
-        loading = self._loading.pop(request_id, None)
-        if loading is None:
-            return
-        for kind, chunks in loading.chunks.items():
-            self._note(kind, chunks)
-        if request_id not in self._read_ahead_for:
-            expected = self._rule.load_costs(loading.hit).learn(loading.nbytes, taken)
-            self._count("load", expected, taken)
+            if state is None or state.load != number or request_id not in self._loading:
+                continue
+            loading = self._loading.pop(request_id)
+            for kind, chunks in loading.chunks.items():
+                self._note(kind, chunks)
+            if request_id not in self._read_ahead_for:
+                expected = self._rule.load_costs(loading.hit).learn(loading.nbytes, taken)
+                self._count("load", expected, taken)
 
     def _count(self, what: str, expected: float, taken: float) -> None:
         if not expected:
             # The first.
             return
-        self._counters.add(f"expected_{what}_seconds", expected)
-        self._counters.add(f"measured_{what}_seconds", taken)
+        self._engine.counters.add(f"expected_{what}_seconds", expected)
+        self._engine.counters.add(f"measured_{what}_seconds", taken)
 
     def finished(self, state: RequestState) -> None:
         """Forget a request that has ended."""

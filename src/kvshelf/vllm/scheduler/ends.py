@@ -22,25 +22,28 @@ from typing import Any, Final
 from kvshelf.format.kinds import STATE, WINDOW, Kind
 from kvshelf.shelf.lookup import Lookup
 from kvshelf.vllm.metadata import NULL_BLOCK
+from kvshelf.vllm.scheduler.engine import SchedulerEngine
+from kvshelf.vllm.scheduler.hits import Hits
 from kvshelf.vllm.scheduler.requests import RequestState
-from kvshelf.vllm.scheduler.shared import Shared, SharingPart
 
 #: Chunks between two ends of a prompt at which no hit is likely. A state takes as many bytes as
 #: thousands of tokens of KV, and the windows of a chunk as many as the full KV of several.
 INTERVAL: Final = 24
 
 
-class Ends(SharingPart):
+class Ends:
     """The ends of one engine's prompts.
 
     Parameters
     ----------
-    shared : Shared
+    engine : SchedulerEngine
+    hits : Hits
     """
 
-    def __init__(self, shared: Shared) -> None:
-        super().__init__(shared)
-        self._drafting = getattr(self._engine.vllm_config, "speculative_config", None) is not None
+    def __init__(self, engine: SchedulerEngine, hits: Hits) -> None:
+        self._config, self._groups, self._hits = engine.config, engine.groups, hits
+        self._size = engine.config.chunk_size
+        self._drafting = getattr(engine.vllm_config, "speculative_config", None) is not None
 
     def states_in_cache(
         self, state: RequestState, before: int, after: int, complete: int, output: Any

@@ -16,7 +16,7 @@ A wait begins when its request arrives, and ends in one of these ways, each of w
 A wait also ends, uncounted, when its request is aborted or served from vLLM's own cache.
 
 Of a *bare* hand-over it is not known what was promised, nor whether: the request waits for all of
-its own prompt, and no longer than :mod:`kvshelf.vllm.scheduler.bare` says. Otherwise it is served
+its own prompt, and no longer than its patience. Otherwise it is served
 like any request: it waits for no namespace and no broken storage, and is loaded where that pays.
 Such requests take no places of those that were promised something. Without params only chunks are
 waited for, since a producer stores a tail where it is asked to; and where none is missing, nothing
@@ -28,6 +28,12 @@ Contracts
   longer. What ends the wait of others does not end this one: a lookup's misses, chunks that failed,
   a late lookup, a storage that does not answer, an open breaker, a namespace that is not known
   yet. At its end there is a hit of what was seen.
+* With a bare hand-over a request waits one second for the first piece that is new, from when vLLM
+  first asks for it, and then for each further piece twice the longest time that one took. A piece
+  counts as one that took a tenth of a second at least: a look at a remote storage takes as long.
+* Once three requests with a bare hand-over in a row have waited and nothing new has appeared, one
+  in sixteen waits. Each further wait in vain halves that chance, down to one in 1,024. When
+  something new appears, all wait again. The log says so once.
 * An idle step sleeps up to 10 ms when every request waits for a hand-over and no other rank or
   stage depends on this engine's steps.
 * Params come from any client. They can make their own request wait, at most as long as the
@@ -35,30 +41,42 @@ Contracts
 * Deadlines count from the arrival, by this process's monotonic clock.
 * Runs on the engine's step thread and does no I/O.
 
-When this part fails, requests wait on until vLLM asks.
+When :meth:`Handovers.plan` fails, requests wait on until vLLM asks.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import time
 from collections.abc import Callable, Container
 from typing import Any, Final
 
+from kvshelf.errors import KVShelfError
+from kvshelf.format.differences import how_to_unite
 from kvshelf.format.keys import Chunk, KeyChain
 from kvshelf.format.kinds import FULL, KINDS, Kind
+from kvshelf.format.names import parse_namespace_folder
+from kvshelf.format.namespace import Namespace
 from kvshelf.logs import RateLimitedLog
 from kvshelf.shelf.lookup import Lookup, LookupService
+from kvshelf.shelf.shelf import read_namespace
 from kvshelf.shelf.waits import Piece, Wait, WaitService
+from kvshelf.tiers.tiered import AnyShelf
 from kvshelf.vllm.affinity import widen_cpu_affinity
 from kvshelf.vllm.handover import Handover, read_bare, read_handover
 from kvshelf.vllm.metadata import StepMetadata
-from kvshelf.vllm.scheduler.bare import BareWaits, Patience
-from kvshelf.vllm.scheduler.difference import log_difference
+from kvshelf.vllm.scheduler.engine import SchedulerEngine
+from kvshelf.vllm.scheduler.hits import Hits
 from kvshelf.vllm.scheduler.lookups import Lookups
-from kvshelf.vllm.scheduler.requests import Awaited, HandoverOutcome, RequestState
-from kvshelf.vllm.scheduler.shared import Shared, SharingPart
+from kvshelf.vllm.scheduler.requests import (
+    FIRST_SECONDS,
+    Awaited,
+    HandoverOutcome,
+    Patience,
+    RequestState,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -71,63 +89,68 @@ _RETRY_SECONDS: Final = 0.25
 _LONGEST_SLEEP: Final = 10e-3
 #: Most other namespaces that are logged: clients make up as many as they like.
 _MOST_NAMESPACES: Final = 16
+#: Waits in vain after which one request in so many waits; and one in how many at least.
+_MOST_IN_VAIN: Final = 3
+_ONE_IN: Final = 16
+_LEAST_ONE_IN: Final = 1024
 
 
-class Handovers(SharingPart):
+class Handovers:
     """All waits of one engine.
 
     Parameters
     ----------
-    shared : Shared
+    engine : SchedulerEngine
+    hits : Hits
     lookups : Lookups
 
     Attributes
     ----------
     clock : Callable
         Seconds.
+    waiting : dict
+        The hand-overs of the requests that wait, by request.
+    held_requests : int
+        How many requests polled since the last step wait.
     """
 
-    failure = "it is not known which requests still wait for a hand-over"
-
-    def __init__(self, shared: Shared, lookups: Lookups) -> None:
-        super().__init__(shared)
-        self._lookups = lookups
+    def __init__(self, engine: SchedulerEngine, hits: Hits, lookups: Lookups) -> None:
+        self._engine, self._hits, self._lookups = engine, hits, lookups
+        self._groups, self._size = engine.groups, engine.config.chunk_size
+        self._counters = engine.counters
         self._log = RateLimitedLog(logger)
         self.clock: Callable[[], float] = time.monotonic
         self._bare = BareWaits()
-        #: The requests that wait.
-        self._waiting: dict[str, Awaited] = {}
+        self.waiting: dict[str, Awaited] = {}
         self._service: WaitService | None = None
-        #: How many requests polled since the last step wait.
-        self._held = 0
+        self.held_requests = 0
         #: A lookup of one of them will end soon, so the step must not sleep.
         self._hurried = False
-        #: The other namespaces that were logged.
-        self._others: set[bytes] = set()
+        self._logged_namespaces: set[bytes] = set()
 
     # ------------------------------------------------------------- begin and end
 
     def arrive(self, state: RequestState) -> None:
         """Let a new request wait for the hand-over that it brings, if it brings one."""
-        params, longest = state.request.kv_transfer_params, self._config.handover_wait_s
-        wanted = patience = None
+        params, longest = state.request.kv_transfer_params, self._engine.config.handover_wait_s
+        bare_seconds = patience = None
         try:
             handover = read_handover(params)
             if handover is None:
-                wanted = read_bare(params, expected=self._engine.is_consumer)
+                bare_seconds = read_bare(params, expected=self._engine.is_consumer)
             elif not state.reads:
                 raise ValueError("KV of this request cannot be loaded")
         except ValueError as error:
             self._refuse("invalid", str(error))
             return
-        if wanted and longest and state.reads:
-            handover, patience = self._own(state), Patience(min(longest, wanted))
+        if bare_seconds and longest and state.reads:
+            handover, patience = self._own(state), Patience(min(longest, bare_seconds))
         if handover is None:
             return
         now = self.clock()
         if handover.wait_s is not None:
             longest = min(longest, handover.wait_s)
-        waiting = [bool(awaited.patience) for awaited in self._waiting.values()]
+        waiting = [bool(awaited.patience) for awaited in self.waiting.values()]
         is_full = waiting.count(patience is not None) >= MAX_WAITING
         if not longest:
             self._counters.add("handovers_late")
@@ -137,7 +160,7 @@ class Handovers(SharingPart):
             self._refuse("refused", f"{MAX_WAITING} requests wait")
         else:
             deadline = math.inf if patience is not None else now + longest
-            self._waiting[state.id] = state.awaited = Awaited(handover, now, deadline, patience)
+            self.waiting[state.id] = state.awaited = Awaited(handover, now, deadline, patience)
 
     def _own(self, state: RequestState) -> Handover | None:
         """Return what a bare hand-over has of a prompt; None if that is nothing."""
@@ -154,12 +177,12 @@ class Handovers(SharingPart):
 
     def _end(self, state: RequestState, awaited: Awaited, outcome: HandoverOutcome) -> None:
         """Note how a wait ended."""
-        self._waiting.pop(state.id, None)
+        self.waiting.pop(state.id, None)
         awaited.outcome = outcome
         if awaited.wait is not None:
             awaited.wait.cancel()
         patience = awaited.patience
-        if patience is not None and (patience.hopeful or (awaited.wait and outcome == "vain")):
+        if patience is not None and (patience.is_hopeful or (awaited.wait and outcome == "vain")):
             # Where nothing was missing, or the lookup took too long, nothing is learnt.
             self._bare.ended(patience)
         if outcome in ("complete", "gave_up", "late", "vain"):
@@ -172,7 +195,7 @@ class Handovers(SharingPart):
         self._forget(state.id)
 
     def _forget(self, request_id: str) -> None:
-        awaited = self._waiting.pop(request_id, None)
+        awaited = self.waiting.pop(request_id, None)
         if awaited is not None:
             awaited.outcome = "unneeded"
             awaited.drop()
@@ -189,72 +212,52 @@ class Handovers(SharingPart):
 
     # ------------------------------------------------------------- steps
 
-    def plan(self, output: Any, meta: StepMetadata) -> None:
+    def plan(self, output: Any) -> None:
         """Forget the requests that a step computes."""
         scheduled = output.num_scheduled_tokens
-        for request_id in [one for one in self._waiting if one in scheduled]:
+        for request_id in self.waiting.keys() & scheduled.keys():
             self._forget(request_id)
 
     def sleep(self, meta: StepMetadata) -> None:
         """Sleep for a moment if all requests wait for hand-overs, and a step has no work."""
-        held, self._held = self._held, 0
+        held_requests, self.held_requests = self.held_requests, 0
         hurried, self._hurried = self._hurried, False
-        if hurried or held < len(self._requests):
+        if hurried or held_requests < len(self._engine.requests):
             return
-        if self._opening.handshake.checking:
+        if self._engine.handshake.checking:
             # Workers compare their weights in steps.
             return
         if meta != StepMetadata(idle=True, weights_round=meta.weights_round, heard=meta.heard):
             return
-        first = min((one.until for one in self._waiting.values()), default=0.0)
-        seconds = min(_LONGEST_SLEEP, first - self.clock())
+        until = min((awaited.until for awaited in self.waiting.values()), default=0.0)
+        seconds = min(_LONGEST_SLEEP, until - self.clock())
         if seconds > 0:
             (time.sleep if self._service is None else self._service.sleep)(seconds)
 
     # ------------------------------------------------------------- waiting
 
-    def is_short(self, state: RequestState, computed: int) -> bool:
+    def is_short(self, awaited: Awaited, computed: int) -> bool:
         """Whether vLLM computes the rest of what is waited for sooner than it could be loaded."""
-        awaited = state.awaited
-        if awaited is None or awaited.outcome is not None or not computed:
+        if awaited.outcome is not None or not computed:
             return False
         return awaited.handover.tokens - computed <= self._groups.alignment
-
-    def is_overdue(self, state: RequestState) -> bool:
-        """Whether the wait of a request failed, and its deadline has passed."""
-        return state.awaited is not None and state.awaited.is_overdue(self.clock())
 
     def wait(self, state: RequestState, computed: int) -> bool:
         """Return whether a request waits for its hand-over in this step; notes how a wait ends."""
         awaited = state.awaited
         if awaited is None or awaited.outcome is not None:
             return False
-        if awaited.patience is not None and not self._begin_bare(awaited, awaited.patience):
-            return False
-        self._go_on(state, awaited)
-        waits = awaited.outcome is None
-        if waits:
-            self._held += 1
-            state.offered_from = computed
-        return waits
-
-    def _begin_bare(self, awaited: Awaited, patience: Patience) -> bool:
-        """Return whether a bare hand-over can be waited for now; its time begins with the first."""
-        lookups = self._opening.looks_up
-        if lookups is None or self._lookups.breaker_is_open(lookups):
-            return False
-        if awaited.deadline == math.inf:
-            awaited.arrived = self.clock()
-            awaited.deadline = awaited.arrived + patience.longest
-            patience.begin(awaited.arrived)
-        return True
-
-    def _go_on(self, state: RequestState, awaited: Awaited) -> None:
-        """Take a wait a step further."""
-        lookups, wait, patience = self._opening.looks_up, awaited.wait, awaited.patience
+        service, wait, patience = self._engine.usable_lookup_service, awaited.wait, awaited.patience
         now = self.clock()
-        if lookups is not None and wait is None and now < awaited.until:
-            wait = self._begin(lookups, state, awaited)
+        if patience is not None:
+            if service is None or self._lookups.breaker_is_open(service):
+                return False
+            if awaited.deadline == math.inf:
+                # The time of a bare hand-over begins when it can be waited for.
+                awaited.arrived, awaited.deadline = now, now + patience.longest
+                patience.begin(now)
+        if service is not None and wait is None and now < awaited.until:
+            wait = self._begin(service, state, awaited)
         complete = wait is not None and wait.complete
         if wait is not None:
             self._take(state, awaited, wait, complete=complete)
@@ -262,20 +265,27 @@ class Handovers(SharingPart):
                 patience.note_new(now)
                 awaited.seen = wait.seen
         late = now >= awaited.until
-        # vLLM may not have polled for a while.
-        if lookups is not None and complete:
-            self._complete(lookups, state, awaited, late=late)
-        elif late and patience is not None:
-            self._end(state, awaited, "late" if patience.hopeful else "vain")
-            if self._groups.hybrid and patience.hopeful:
+        # vLLM may not have polled for a while, so what is complete is not late.
+        if complete and service is not None and not self._lookups.breaker_is_open(service):
+            self._end(state, awaited, "complete")
+            if self._groups.hybrid and self._hits.divides_item(state, awaited.hit_tokens):
+                state.drop_lookup()
+        elif late and patience is not None and not complete:
+            self._end(state, awaited, "late" if patience.is_hopeful else "vain")
+            if self._groups.hybrid and patience.is_hopeful:
                 state.drop_lookup()
         elif late:
             self._end(state, awaited, "late")
-        elif lookups is not None and wait is not None and wait.gave_up:
+        elif service is not None and wait is not None and wait.gave_up and not complete:
             self._end(state, awaited, "gave_up")
             if self._groups.hybrid:
                 # The wait did not cover the objects that a shorter hit needs at its end.
                 state.drop_lookup()
+        waits = awaited.outcome is None
+        if waits:
+            self.held_requests += 1
+            state.offered_from = computed
+        return waits
 
     def _take(self, state: RequestState, awaited: Awaited, wait: Wait, *, complete: bool) -> None:
         """Make what a wait has seen part of the lookup's answer.
@@ -293,33 +303,22 @@ class Handovers(SharingPart):
         elif complete:
             lookup.hit_chunks = max(lookup.hit_chunks, count)
             needed = self._groups.hit_rule(self._size).needs(count).items()
-            others = {kind: frozenset(indices) for kind, indices in needed if kind != FULL}
             lookup.known = {
-                kind: lookup.known.get(kind, frozenset()) | there for kind, there in others.items()
+                kind: lookup.known.get(kind, frozenset()) | frozenset(indices)
+                for kind, indices in needed
+                if kind != FULL
             }
 
-    def _complete(
-        self, lookups: LookupService, state: RequestState, awaited: Awaited, *, late: bool
-    ) -> None:
-        """End a wait of which everything was seen, unless nothing can be loaded now."""
-        if self._lookups.breaker_is_open(lookups):
-            if late:
-                self._end(state, awaited, "late")
-            return
-        self._end(state, awaited, "complete")
-        if self._groups.hybrid and self._hits.divides_item(state, awaited.hit_tokens):
-            state.drop_lookup()
-
-    def _begin(self, lookups: LookupService, state: RequestState, awaited: Awaited) -> Wait | None:
+    def _begin(self, service: LookupService, state: RequestState, awaited: Awaited) -> Wait | None:
         """Return the wait for what a lookup has missed; None while there is none, or for ever."""
-        if self._is_of_another_namespace(lookups, state, awaited):
+        if self._is_of_another_namespace(service, state, awaited):
             return None
         lookup = state.lookup
         if lookup is None:
             if self.clock() < awaited.retry_at:
                 return None
-            lookup = self._lookups.start(lookups, state)
-        if not self._lookups.wait(lookups, lookup):
+            lookup = self._lookups.start(service, state)
+        if not self._lookups.wait(service, lookup):
             # A lookup that takes longer will not end soon.
             age = time.monotonic() - lookup.as_of
             self._hurried = self._hurried or age < _LONGEST_SLEEP
@@ -332,29 +331,25 @@ class Handovers(SharingPart):
         return None
 
     def _is_of_another_namespace(
-        self, lookups: LookupService, state: RequestState, awaited: Awaited
+        self, service: LookupService, state: RequestState, awaited: Awaited
     ) -> bool:
         """Whether the producer's KV is unusable here; logs once for each namespace why."""
-        namespace, other = self._opening.namespace, awaited.handover.namespace
+        namespace, other = self._engine.handshake.namespace, awaited.handover.namespace
         assert namespace is not None
         if other in (b"", namespace.digest):
             return False
         self._end(state, awaited, "other_namespace")
-        shelf, known = self._opening.shelf, self._others
-        if shelf is not None and other not in known and len(known) < _MOST_NAMESPACES:
-            known.add(other)
-
-            def explain() -> None:
-                log_difference(shelf, namespace, other)
-
+        shelf, logged = self._engine.shelf, self._logged_namespaces
+        if shelf is not None and other not in logged and len(logged) < _MOST_NAMESPACES:
+            logged.add(other)
             # On the lookup thread, since it asks the storage.
-            lookups.submit((), explain)
+            service.submit((), functools.partial(_log_difference, shelf, namespace, other))
         return True
 
     def _submit(self, state: RequestState, awaited: Awaited, lookup: Lookup) -> Wait | None:
         """Wait for pieces that the lookup missed; None if the hand-over is not of this request."""
         try:
-            if not self._keys.trusts(state):
+            if not self._engine.adapters.trusts(state.request.lora_request):
                 raise ValueError("KV of its LoRA adapter cannot be loaded")
             pieces = self._missing(state, awaited, lookup)
         except ValueError as error:
@@ -369,7 +364,7 @@ class Handovers(SharingPart):
             return None
         if self._service is None:
             self._service = WaitService(
-                self._opening.views, counters=self._counters, on_thread_start=widen_cpu_affinity
+                self._engine.views, counters=self._counters, on_thread_start=widen_cpu_affinity
             )
         awaited.first, awaited.seen = lookup.full_chunks, 0
         awaited.wait = self._service.submit(pieces, awaited.handover.attempt)
@@ -389,7 +384,7 @@ class Handovers(SharingPart):
         if lookup.chain is None:
             raise ValueError("the request has no chunk keys")
         tail = self._check(state.request, handover, lookup.chain)
-        awaited.tail = tail if self._opening.tails else None
+        awaited.tail = tail if self._engine.tails else None
         seen: dict[Kind, Container[int]] = {kind: lookup.known.get(kind, ()) for kind in KINDS}
         seen[FULL] = range(lookup.full_chunks)
         missing = self._groups.hit_rule(size).missing(handover.tokens // size, seen)
@@ -400,8 +395,8 @@ class Handovers(SharingPart):
         """Return the tail of a hand-over, after a comparison of its key with the prompt's."""
         size = self._size
         count, rest = divmod(handover.tokens, size)
-        most = request.num_prompt_tokens - (1 if self._groups.hybrid else 0)
-        if handover.tokens > most or rest != handover.tail or count > len(chain.chunks):
+        longest = request.num_prompt_tokens - (1 if self._groups.hybrid else 0)
+        if handover.tokens > longest or rest != handover.tail or count > len(chain.chunks):
             raise ValueError(
                 f"{handover.tokens} tokens with a tail of {handover.tail}, of a prompt of"
                 f" {request.num_prompt_tokens} with chunks of {size}"
@@ -415,3 +410,69 @@ class Handovers(SharingPart):
                 " tokens, cache_salt, LoRA adapter and images"
             )
         return tail
+
+
+class BareWaits:
+    """Whether requests with bare hand-overs of one engine wait at all."""
+
+    def __init__(self) -> None:
+        self._in_vain = 0
+        self._skipped = 0
+        self._one_in = 1
+        self._is_logged = False
+
+    def may_begin(self, patience: Patience) -> bool:
+        """Whether a request that has just arrived waits."""
+        self._skipped = (self._skipped + 1) % self._one_in
+        patience.one_in = self._one_in
+        return self._skipped == 0
+
+    def ended(self, patience: Patience) -> None:
+        """Note the end of a wait for pieces."""
+        self._in_vain = 0 if patience.is_hopeful else self._in_vain + 1
+        if patience.is_hopeful:
+            self._one_in = 1
+        elif self._one_in == patience.one_in > 1:
+            # Requests that wait at the same time halve the chance once.
+            self._one_in = min(2 * self._one_in, _LEAST_ONE_IN)
+        elif self._in_vain == _MOST_IN_VAIN:
+            self._one_in = _ONE_IN
+        if self._in_vain == _MOST_IN_VAIN and not self._is_logged:
+            self._is_logged = True
+            logger.warning(
+                "%d requests in a row have waited %g s for KV that another engine was to store, and"
+                " nothing appeared: until something does, one such request in %d waits. Requests"
+                " wait that say do_remote_prefill, and with kv_role kv_consumer all that bring no"
+                " kv_transfer_params. Where no other engine prefills, use kv_role kv_both, with"
+                " read_only: true if it must not store",
+                _MOST_IN_VAIN,
+                FIRST_SECONDS,
+                _ONE_IN,
+            )
+
+
+def _log_difference(shelf: AnyShelf, own: Namespace, digest: bytes) -> None:
+    """Log in one line why KV of another namespace cannot be used.
+
+    Parameters
+    ----------
+    shelf : AnyShelf
+    own : Namespace
+    digest : bytes
+        Of the other one, 32 bytes.
+    """
+    tag = digest.hex()[:16]
+    try:
+        folders = [name for name in shelf.backend.folders() if parse_namespace_folder(name) == tag]
+        other = read_namespace(shelf.backend, folders[0]) if folders else None
+    except (KVShelfError, ValueError) as error:
+        why = f"its description cannot be read: {error}"
+    else:
+        if other is None or other.digest != digest:
+            why = (
+                "it is not on this shelf; set shared_storage_path of producer and consumer to the"
+                " same place"
+            )
+        else:
+            why = f"this engine has {own.folder}. {how_to_unite(own, other)}"
+    logger.warning("requests that wait for KV of namespace %s are computed: %s", tag, why)

@@ -23,16 +23,35 @@ from __future__ import annotations
 
 import sys
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from kvshelf.format.keys import Chunk, KeyChain
 from kvshelf.format.kinds import FULL, STATE, WINDOW, Kind, kind_key
 from kvshelf.shelf.lookup import Lookup
 from kvshelf.vllm.groups import CacheGroup
-from kvshelf.vllm.scheduler.engine import Engine
-from kvshelf.vllm.scheduler.read_ahead import Loadable
+from kvshelf.vllm.scheduler.engine import SchedulerEngine
 from kvshelf.vllm.scheduler.requests import RequestState, items_of
 from kvshelf.vllm.speculation import drops_last_block
+
+
+@dataclass(frozen=True, slots=True)
+class Loadable:
+    """What a load of a waiting request would bring now.
+
+    Attributes
+    ----------
+    chunks : Sequence of Chunk
+        The request's chunks, from the first one on.
+    ranges : Mapping[Kind, range]
+        For each kind, the indices of the chunks that would be loaded.
+    grows : bool
+        The request waits for more.
+    """
+
+    chunks: Sequence[Chunk] = ()
+    ranges: Mapping[Kind, range] = field(default_factory=dict)
+    grows: bool = False
 
 
 class Hits:
@@ -40,7 +59,7 @@ class Hits:
 
     Parameters
     ----------
-    engine : Engine
+    engine : SchedulerEngine
 
     Attributes
     ----------
@@ -50,11 +69,11 @@ class Hits:
         Tokens that vLLM leaves out at the end of each hit in its own cache, for the drafter's sake.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: SchedulerEngine) -> None:
         self._size = engine.config.chunk_size
         self._groups = engine.groups
         self._failed = engine.failed
-        self._has_drafter = engine.drafter is not None
+        self._has_drafter = engine.drafter_config is not None
         self.whole_items = bool(getattr(engine.vllm_config.model_config, "is_mm_prefix_lm", False))
         config = engine.vllm_config
         speculative_config = getattr(config, "speculative_config", None)
@@ -62,9 +81,13 @@ class Hits:
         drafts = config.num_speculative_tokens
         tokens = 1 + drafts + config.num_lookahead_tokens if drafts else 0
         #: Blocks that vLLM keeps free for drafts beside a load, of which most groups have some.
-        self._kept = sum(-(-tokens // one.block_size) for one in self._groups if one.kind != STATE)
+        self._kept_free = sum(
+            -(-tokens // group.block_size) for group in self._groups if group.kind != STATE
+        )
         #: The size of each group's blocks, and the most of them that a request has behind a hit.
-        self._blocks = [(one.block_size, self._most_blocks(one, drafts)) for one in self._groups]
+        self._blocks = [
+            (group.block_size, self._most_blocks(group, drafts)) for group in self._groups
+        ]
         self._cache = config.cache_config
 
     def _most_blocks(self, group: CacheGroup, drafts: int) -> int:
@@ -103,15 +126,15 @@ class Hits:
     def has_room(self, tokens: int) -> bool:
         """Whether vLLM has the blocks for a load of so many tokens when nothing else has any."""
         # Without drafts it has: they are blocks that the request takes in any case.
-        needed = self._kept + sum(min(-(-tokens // size), most) for size, most in self._blocks)
+        needed = self._kept_free + sum(min(-(-tokens // size), most) for size, most in self._blocks)
         # One block is never used.
-        return not self._kept or bool(needed < self._cache.num_gpu_blocks)
+        return not self._kept_free or bool(needed < self._cache.num_gpu_blocks)
 
-    def most(self, state: RequestState) -> int:
+    def longest_hit(self, state: RequestState) -> int:
         """Return the most leading tokens that a hit without a tail or a hand-over may have."""
         tokens: int = state.request.num_tokens
-        most = min(tokens - tokens % self._size, tokens - 1)
-        return most - most % self._groups.alignment
+        tokens = min(tokens - tokens % self._size, tokens - 1)
+        return tokens - tokens % self._groups.alignment
 
     def is_refuted(self, state: RequestState, lookup: Lookup, computed: int) -> bool:
         """Whether a hit needs what a load has failed for, and only a search knows a shorter one."""
@@ -181,8 +204,8 @@ class Hits:
         lookup = state.lookup
         if lookup is None or lookup.chain is None:
             return {}
-        known, ranges = self._chunks_before(state, lookup.chain, end), self.ranges(start, end)
-        return {kind: known[found.start : found.stop] for kind, found in ranges.items()}
+        chunks, ranges = self._chunks_before(state, lookup.chain, end), self.ranges(start, end)
+        return {kind: chunks[places.start : places.stop] for kind, places in ranges.items()}
 
     def _chunks_before(self, state: RequestState, chain: KeyChain, end: int) -> list[Chunk]:
         """Return the chunks of a prompt of which a load of tokens before `end` takes the first."""

@@ -24,13 +24,16 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
+from kvshelf.format.keys import Chunk
 from kvshelf.format.kinds import FULL, STATE, WINDOW, kind_of_key
-from kvshelf.vllm.metadata import Facts, LoadOp, StepMetadata
+from kvshelf.vllm.metadata import Facts, LoadOp
 from kvshelf.vllm.scheduler.admission import Admission
+from kvshelf.vllm.scheduler.drafter import DraftScheduler
+from kvshelf.vllm.scheduler.engine import SchedulerEngine
+from kvshelf.vllm.scheduler.hits import Hits
 from kvshelf.vllm.scheduler.periods import BlockPeriods
 from kvshelf.vllm.scheduler.read_ahead import ReadAheadPlan
 from kvshelf.vllm.scheduler.requests import RequestState
-from kvshelf.vllm.scheduler.shared import Shared, SharingPart
 
 #: Loads that a request waits for. After the first vLLM knows where prompts part, and keeps the
 #: windows and states there that the second brings.
@@ -39,12 +42,14 @@ _MOST_SHARED: Final = 2
 _REPAIRS_REMEMBERED: Final = 4096
 
 
-class SchedulerLoads(SharingPart):
+class SchedulerLoads:
     """The loads of one engine.
 
     Parameters
     ----------
-    shared : Shared
+    engine : SchedulerEngine
+    hits : Hits
+    drafter : DraftScheduler
     periods : BlockPeriods
     read_ahead : ReadAheadPlan
     admission : Admission
@@ -53,28 +58,32 @@ class SchedulerLoads(SharingPart):
     ----------
     planned : dict
         By number, the loads that not all ranks are known to have begun.
+    running : dict
+        By request, the loads that run.
     """
 
     def __init__(
         self,
-        shared: Shared,
+        engine: SchedulerEngine,
+        hits: Hits,
+        drafter: DraftScheduler,
         periods: BlockPeriods,
         read_ahead: ReadAheadPlan,
         admission: Admission,
     ) -> None:
-        super().__init__(shared)
-        self._periods = periods
-        self._read_ahead = read_ahead
-        self._admission = admission
-        cache = self._engine.vllm_config.cache_config
+        self._engine, self._hits, self._drafter = engine, hits, drafter
+        self._periods, self._read_ahead, self._admission = periods, read_ahead, admission
+        self._groups, self._requests = engine.groups, engine.requests
+        self._size = engine.config.chunk_size
+        cache = engine.vllm_config.cache_config
         #: vLLM's own cache has what a load has brought.
         self._are_shared = bool(getattr(cache, "enable_prefix_caching", True))
         self.planned: dict[int, LoadOp] = {}
         self._count = 0
         #: The last load that each rank is known to have begun.
-        self._begun = dict.fromkeys(range(self._engine.ranks), 0)
-        #: The loads that run, by request, and the last of them that brings a chunk, by its key.
-        self._running: dict[str, LoadOp] = {}
+        self._begun = dict.fromkeys(range(engine.ranks), 0)
+        self.running: dict[str, LoadOp] = {}
+        #: By chunk key, the last of these loads that brings the chunk.
         self._brought: dict[bytes, LoadOp] = {}
         #: By kind key, the ranks that replaced their objects of a damaged chunk, until all have.
         self._repaired: OrderedDict[bytes, set[int]] = OrderedDict()
@@ -91,6 +100,9 @@ class SchedulerLoads(SharingPart):
         blocks = tuple(map(list, block_ids))
         state.period = self._periods.admit(blocks, start, state.request.mm_features)
         patience, at_once = self._admission.begin(state, start, end)
+        drafts: Sequence[Chunk] = ()
+        if not self._drafter.left_out:
+            drafts = self._drafter.to_load(state.id, chain, start, end)
         op = LoadOp(
             number,
             state.id,
@@ -98,16 +110,16 @@ class SchedulerLoads(SharingPart):
             end,
             chunks.get(FULL, []),
             blocks,
-            self._keys.adapters.content(state.request.lora_request),
-            self._opening.handshake.round,
+            self._engine.adapters.content(state.request.lora_request),
+            self._engine.handshake.round,
             windows=chunks.get(WINDOW, []),
             states=chunks.get(STATE, []),
-            drafts=list(self._drafts.to_load(state.id, chain, start, end)),
+            drafts=list(drafts),
             patience=patience,
             at_once=at_once,
         )
         self._read_ahead.note_in_engine_cache(op.chunks)
-        self._plan(op)
+        self.planned[number] = self.running[state.id] = op
         if self._are_shared:
             self._brought |= {chunk.key: op for chunk in (*op.chunks, *op.windows, *op.states)}
 
@@ -119,15 +131,13 @@ class SchedulerLoads(SharingPart):
             state.load = self._count
         return self._count
 
-    def _plan(self, op: LoadOp) -> None:
-        self.planned[op.number] = self._running[op.request_id] = op
-
     def fail(self, request_id: str, external: int) -> None:
         """Plan a load after an error in :meth:`plan_load`: the workers report it as failed."""
         if external > 0:
             number = self._begin(self._requests.get(request_id))
             # Without its blocks, the workers have all tokens of the request computed.
-            self._plan(self._without_chunks(number, request_id, external))
+            op = self._without_chunks(number, request_id, external)
+            self.planned[number] = self.running[request_id] = op
 
     def shares(self, state: RequestState, start: int, end: int) -> bool:
         """Whether a request waits for a load that runs, before its own of tokens ``[start, end)``.
@@ -150,7 +160,7 @@ class SchedulerLoads(SharingPart):
         return self._runs(loads[-1])
 
     def _runs(self, op: LoadOp) -> bool:
-        return self._running.get(op.request_id) is op
+        return self.running.get(op.request_id) is op
 
     def _kept(self, op: LoadOp, state: RequestState) -> int:
         """Return up to which token vLLM can hit behind a load of another request.
@@ -161,11 +171,11 @@ class SchedulerLoads(SharingPart):
         request, dropped = state.request, self._hits.dropped
         as_long = self._requests[op.request_id].request.num_tokens == request.num_tokens
         learns = not state.shared and FULL in self._groups.kinds and dropped < self._size
-        kept = request.num_tokens - 1 if as_long or learns else request.shared_prefix_boundary
-        return int(kept - dropped)
+        tokens = request.num_tokens - 1 if as_long or learns else request.shared_prefix_boundary
+        return int(tokens - dropped)
 
     def _ended(self, request_id: str) -> None:
-        op = self._running.pop(request_id, None)
+        op = self.running.pop(request_id, None)
         for chunk in () if op is None else (*op.chunks, *op.windows, *op.states):
             if self._brought.get(chunk.key) is op:
                 del self._brought[chunk.key]
@@ -173,9 +183,9 @@ class SchedulerLoads(SharingPart):
     def _without_chunks(self, number: int, request_id: str, end: int) -> LoadOp:
         return LoadOp(number, request_id, 0, end, [], ([],) * len(self._groups))
 
-    def plan(self, output: Any, meta: StepMetadata) -> None:
+    def plan(self, output: Any) -> None:
         """Note the ends of loads that were not noted: vLLM computes no request whose load runs."""
-        self.done(self._running.keys() & output.num_scheduled_tokens.keys())
+        self.done(self.running.keys() & output.num_scheduled_tokens.keys())
 
     def done(self, request_ids: Iterable[str]) -> None:
         """Note that the loads of requests are finished."""
@@ -184,14 +194,15 @@ class SchedulerLoads(SharingPart):
             state = self._requests.get(request_id)
             if state is not None:
                 state.loading = False
-                self._admission.load_ended(state)
+                if not self._admission.always:
+                    self._admission.load_ended(state)
 
     def finished(self, state: RequestState) -> None:
         """Cancel the load of a request that ends, if it is still running."""
         self._ended(state.id)
         if not state.loading:
             return
-        self._orders.next.cancelled.append(state.load)
+        self._engine.orders.next.cancelled.append(state.load)
         op = self.planned.get(state.load)
         if op is not None:
             self.planned[state.load] = self._without_chunks(op.number, op.request_id, op.end)
@@ -200,21 +211,17 @@ class SchedulerLoads(SharingPart):
         """Take what a rank reports of loads, and of stores that replaced damaged objects."""
         if facts.begun > self._begun.get(rank, 0):
             self._begun[rank] = facts.begun
-            known = min(self._begun.values())
-            for number in [number for number in self.planned if number <= known]:
+            begun_by_all = min(self._begun.values())
+            for number in [number for number in self.planned if number <= begun_by_all]:
                 del self.planned[number]
         for key, bad in facts.failures:
             self._engine.failed.add(key, bad=bad)
             self._repaired.pop(key, None)
         for key in facts.repaired:
-            self._note_repaired(key, rank)
-
-    def _note_repaired(self, key: bytes, rank: int) -> None:
-        """Trust a damaged chunk again once every rank that has layers of its kind repaired it."""
-        ranks = self._repaired.setdefault(key, set())
-        ranks.add(rank)
-        if len(ranks) == self._opening.ranks_of[kind_of_key(key)]:
-            del self._repaired[key]
-            self._engine.failed.forget(key)
-        elif len(self._repaired) > _REPAIRS_REMEMBERED:
-            self._repaired.popitem(last=False)
+            ranks = self._repaired.setdefault(key, set())
+            ranks.add(rank)
+            if len(ranks) == self._engine.ranks_of[kind_of_key(key)]:
+                del self._repaired[key]
+                self._engine.failed.forget(key)
+            elif len(self._repaired) > _REPAIRS_REMEMBERED:
+                self._repaired.popitem(last=False)

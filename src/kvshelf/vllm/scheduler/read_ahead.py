@@ -20,47 +20,28 @@ Contracts
   an order.
 * Runs on the engine's step thread.
 
-When this part fails, a step names no chunks.
+When :meth:`ReadAheadPlan.plan` fails, a step names no chunks.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Container, Iterable
+from dataclasses import dataclass
 from typing import Any, Final
 
 from kvshelf.format.keys import Chunk
 from kvshelf.format.kinds import FULL, Kind
-from kvshelf.vllm.messages import Outbox
-from kvshelf.vllm.metadata import Orders, PrefetchOp, StepMetadata
-from kvshelf.vllm.scheduler.part import Part
-from kvshelf.vllm.scheduler.requests import RequestState
+from kvshelf.vllm.metadata import PrefetchOp, StepMetadata
+from kvshelf.vllm.scheduler.engine import SchedulerEngine
+from kvshelf.vllm.scheduler.hits import Hits, Loadable
+from kvshelf.vllm.scheduler.lookups import Lookups
 
 #: Most waiting requests that a step looks at, and most chunks that it names.
 _REQUESTS_PER_STEP: Final = 32
 _CHUNKS_PER_STEP: Final = 64
 #: Chunks assumed to be in the engine's prefix cache at most, where its size is not known.
 _ENGINE_CHUNKS: Final = 4096
-
-
-@dataclass(frozen=True, slots=True)
-class Loadable:
-    """What a load of a waiting request would bring now.
-
-    Attributes
-    ----------
-    chunks : Sequence of Chunk
-        The request's chunks, from the first one on.
-    ranges : Mapping[Kind, range]
-        For each kind, the indices of the chunks that would be loaded.
-    grows : bool
-        The request waits for more.
-    """
-
-    chunks: Sequence[Chunk] = ()
-    ranges: Mapping[Kind, range] = field(default_factory=dict)
-    grows: bool = False
 
 
 @dataclass(slots=True)
@@ -85,33 +66,26 @@ class _Waiting:
     passed_over: bool = False
 
 
-class ReadAheadPlan(Part):
+class ReadAheadPlan:
     """Plans prefetches; does nothing until :meth:`enable` is called.
 
     Parameters
     ----------
-    loadable : Callable
-        Returns what a load of a request would bring now; None while its lookup is not done.
-    paused : Callable
-        Whether nothing can be loaded now.
-    orders : Outbox of Orders
-        What the workers must learn.
+    engine : SchedulerEngine
+    hits : Hits
+    lookups : Lookups
+
+    Attributes
+    ----------
+    waiting : dict
+        The requests that vLLM has not admitted, by age.
     """
 
-    failure = "prefetches of a step could not be planned"
-
-    def __init__(
-        self,
-        loadable: Callable[[str], Loadable | None],
-        paused: Callable[[], bool],
-        orders: Outbox[Orders],
-    ) -> None:
-        self._orders = orders
-        self._loadable = loadable
-        self._paused = paused
+    def __init__(self, engine: SchedulerEngine, hits: Hits, lookups: Lookups) -> None:
+        self._requests, self._orders = engine.requests, engine.orders
+        self._hits, self._lookups = hits, lookups
         self._enabled = False
-        #: By age.
-        self._waiting: OrderedDict[str, _Waiting] = OrderedDict()
+        self.waiting: OrderedDict[str, _Waiting] = OrderedDict()
         #: The highest place of a request that vLLM has polled since the last step.
         self._last_asked: int | None = None
         #: For each request and kind, the number of leading chunks that were named or need not be.
@@ -135,18 +109,21 @@ class ReadAheadPlan(Part):
 
     def wait(self, request_id: str, *, first: bool = False) -> None:
         """Add a request that waits to be admitted: as the last, or after a preemption `first`."""
-        self._waiting.pop(request_id, None)
-        others = self._waiting.values()
+        self.waiting.pop(request_id, None)
+        others = self.waiting.values()
+        if not others:
+            # No step has planned since the last request stopped waiting.
+            self._last_asked = None
         if first:
-            self._waiting[request_id] = _Waiting(next(iter(others)).place - 1 if others else 0)
-            self._waiting.move_to_end(request_id, last=False)
+            self.waiting[request_id] = _Waiting(next(iter(others)).place - 1 if others else 0)
+            self.waiting.move_to_end(request_id, last=False)
         else:
-            self._waiting[request_id] = _Waiting(next(reversed(others)).place + 1 if others else 0)
+            self.waiting[request_id] = _Waiting(next(reversed(others)).place + 1 if others else 0)
         self._named.pop(request_id, None)
 
     def asked(self, request_id: str) -> None:
         """Note that vLLM could admit a request in this step, as far as it depends on vLLM."""
-        waiting = self._waiting.get(request_id)
+        waiting = self.waiting.get(request_id)
         if waiting is not None:
             waiting.asked = True
             last = self._last_asked
@@ -154,14 +131,11 @@ class ReadAheadPlan(Part):
 
     def loading(self, request_id: str) -> None:
         """Remove a request whose load was planned."""
-        self._waiting.pop(request_id, None)
+        self.waiting.pop(request_id, None)
 
-    def finished(self, state: RequestState) -> None:
+    def finished(self, request_id: str) -> None:
         """Remove a request; report it to the workers if chunks of it were named."""
-        self._end(state.id)
-
-    def _end(self, request_id: str) -> None:
-        self._waiting.pop(request_id, None)
+        self.waiting.pop(request_id, None)
         if any(self._named.pop(request_id, {}).values()):
             self._orders.next.prefetch_ended.append(request_id)
 
@@ -171,10 +145,10 @@ class ReadAheadPlan(Part):
         if not self._enabled:
             return
         scheduled: Container[str] = output.num_scheduled_tokens
-        stopped = self._paused()
-        left, looked_at = _CHUNKS_PER_STEP, 0
+        stopped = self._lookups.loads_are_paused()
+        budget, looked_at = _CHUNKS_PER_STEP, 0
         admitted: list[str] = []
-        for request_id, waiting in self._waiting.items():
+        for request_id, waiting in self.waiting.items():
             if looked_at == _REQUESTS_PER_STEP:
                 break
             if waiting.passed_over:
@@ -184,48 +158,48 @@ class ReadAheadPlan(Part):
                 # Admitted without a load: vLLM had all of it, or the shelf has nothing.
                 admitted.append(request_id)
                 continue
-            found = self._loadable(request_id)
-            if found is None:
+            loadable = self._hits.loadable(self._requests[request_id])
+            if loadable is None:
                 continue
             # Others behind it may be admitted before it.
-            looked_at -= found.grows
+            looked_at -= loadable.grows
             if not waiting.ready:
                 # The next step may admit it.
                 waiting.ready = True
                 continue
-            if stopped or left <= 0:
+            if stopped or budget <= 0:
                 continue
-            for kind, wanted in self._wanted(request_id, found, left):
-                left -= len(wanted)
-                meta.prefetches.append(PrefetchOp(request_id, wanted, kind))
+            for kind, chunks in self._next_chunks(request_id, loadable, budget):
+                budget -= len(chunks)
+                meta.prefetches.append(PrefetchOp(request_id, chunks, kind))
         for request_id in admitted:
-            self._end(request_id)
+            self.finished(request_id)
 
-    def _wanted(
-        self, request_id: str, found: Loadable, most: int
+    def _next_chunks(
+        self, request_id: str, loadable: Loadable, budget: int
     ) -> Iterable[tuple[Kind, list[Chunk]]]:
-        """Name the next chunks of a request, `most` at most."""
+        """Name the next chunks of a request, `budget` at most."""
         named = self._named.setdefault(request_id, {})
-        full = found.ranges.get(FULL, range(0))
-        in_cache = len(full) > 0 and found.chunks[full[-1]].key in self._in_engine_cache
-        for kind, indices in found.ranges.items():
+        full = loadable.ranges.get(FULL, range(0))
+        in_cache = len(full) > 0 and loadable.chunks[full[-1]].key in self._in_engine_cache
+        for kind, indices in loadable.ranges.items():
             first = max(indices.start, named.get(kind, 0))
             if kind == FULL:
-                while first < indices.stop and found.chunks[first].key in self._in_engine_cache:
+                while first < indices.stop and loadable.chunks[first].key in self._in_engine_cache:
                     first += 1
             elif in_cache:
                 # vLLM probably has all that the load would bring.
                 continue
-            wanted = list(found.chunks[first : min(indices.stop, first + most)])
-            named[kind] = first + len(wanted)
-            most -= len(wanted)
-            if wanted:
-                yield kind, wanted
+            chunks = list(loadable.chunks[first : min(indices.stop, first + budget)])
+            named[kind] = first + len(chunks)
+            budget -= len(chunks)
+            if chunks:
+                yield kind, chunks
 
     def _note_passed_over(self) -> None:
         """Note which requests vLLM left waiting while it polled one behind them."""
         last, self._last_asked = self._last_asked, None
-        for waiting in self._waiting.values():
+        for waiting in self.waiting.values():
             if last is None or waiting.place > last:
                 break
             waiting.passed_over, waiting.asked = not waiting.asked, False

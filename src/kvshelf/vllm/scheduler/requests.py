@@ -1,7 +1,7 @@
 """The engine's requests: what is known of each, and which may be looked up, loaded and stored.
 
-Owns the state of a request from its arrival to its end. Each field belongs to one part, which alone
-writes it; the others read it.
+Owns the state of a request from its arrival to its end. Each field belongs to one component, which
+alone writes it; the others read it.
 
 Contracts
 ---------
@@ -22,16 +22,16 @@ import logging
 import math
 import sys
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
+from kvshelf.config import Config
 from kvshelf.format.keys import Chunk
+from kvshelf.metrics import Counters
 from kvshelf.shelf.lookup import Lookup
 from kvshelf.shelf.waits import Wait
 from kvshelf.vllm.handover import Handover, is_foreign
 from kvshelf.vllm.item_ids import ItemIds
 from kvshelf.vllm.metadata import LoadOp
-from kvshelf.vllm.scheduler.bare import Patience
-from kvshelf.vllm.scheduler.engine import Engine
 from kvshelf.vllm.scheduler.promise import Promise
 
 logger = logging.getLogger(__name__)
@@ -39,6 +39,45 @@ logger = logging.getLogger(__name__)
 HandoverOutcome: TypeAlias = Literal[
     "complete", "gave_up", "late", "vain", "other_namespace", "invalid", "refused", "unneeded"
 ]
+
+#: Seconds in which the first piece of a bare hand-over must appear.
+FIRST_SECONDS: Final = 1.0
+#: The shortest time that a piece takes, in seconds, and how much longer the next one may.
+_LEAST_GAP: Final = 0.1
+_LONGER: Final = 2
+
+
+@dataclass(slots=True)
+class Patience:
+    """How long a request waits for KV that nobody has promised: its hand-over is *bare*.
+
+    Attributes
+    ----------
+    longest : float
+        Most seconds that it may wait in all.
+    ends : float
+        When it waits no longer; infinite before vLLM has asked for it.
+    is_hopeful : bool
+        Whether anything new was seen.
+    one_in : int
+        One in so many requests waited when this one arrived.
+    """
+
+    longest: float
+    ends: float = math.inf
+    is_hopeful: bool = False
+    one_in: int = 1
+    _gap: float = _LEAST_GAP
+    _last: float = 0.0
+
+    def begin(self, now: float) -> None:
+        """Begin to wait."""
+        self._last, self.ends = now, now + FIRST_SECONDS
+
+    def note_new(self, now: float) -> None:
+        """Note that pieces have appeared."""
+        self._gap = max(self._gap, now - self._last)
+        self._last, self.ends, self.is_hopeful = now, now + _LONGER * self._gap, True
 
 
 @dataclass(slots=True, eq=False)
@@ -139,77 +178,70 @@ class StorePlan:
 
 @dataclass(slots=True, eq=False)
 class RequestState:
-    """The state of one request of the engine.
+    """How far one request of the engine is.
 
-    Attributes
+    Parameters
     ----------
     request : Request
     addressable : bool
         Whether its KV has a content address.
     reads : bool
-        Whether a hit would be used.
-    admission : int
-        How often vLLM had preempted it when it was admitted last.
-    awaited : Awaited or None
-        The hand-over that it brought.
-    promise : Promise or None
-        Set if it wants a hand-over.
-    lookup, newer : Lookup or None
-        Its lookup, and a newer one to replace it, since its answer is old.
-    unanswered : float or None
-        Since when vLLM asks for it in vain, by the clock of the admission.
-    answered_after : float
-        For how long it did before the last answer.
-    waiting_since : float or None
-        Since when it waits for a lookup.
-    gave_up : bool
-        Its lookup took too long.
-    counted, refused : bool
-        Whether its lookup was counted, and that an open breaker kept it from one.
-    offered_from : int
-        Tokens that vLLM had when it last asked.
-    loaded, loading : bool
-        Whether a load was planned since it was admitted, and whether it runs.
-    load : int
-        The number of its last load; 0 before the first.
-    shared : list of LoadOp
-        The loads of other requests for which it waits, or has waited.
-    period : int
-        The oldest of its blocks, see :mod:`kvshelf.vllm.scheduler.periods`.
-    stores : StorePlan
+        Whether a hit would be used, if its KV has a content address.
     """
 
     request: Any
     addressable: bool
     reads: bool
+    #: The request's id.
+    id: str = field(init=False)
+    #: How often vLLM had preempted it when it was admitted last.
     admission: int = field(init=False)
-    awaited: Awaited | None = None
-    promise: Promise | None = None
+
+    # Its lookup, which lookups and the answers to vLLM write.
+    #: What was seen of its chunks.
     lookup: Lookup | None = None
+    #: A lookup that replaces the other once it has an answer, since that answer is old.
     newer: Lookup | None = None
-    unanswered: float | None = None
-    answered_after: float = 0.0
+    #: Since when it waits for a lookup.
     waiting_since: float | None = None
+    #: Its lookup took too long.
     gave_up: bool = False
-    counted: bool = False
+    #: An open breaker kept it from a lookup, and was counted.
     refused: bool = False
+    #: Its hit was counted.
+    counted: bool = False
+    #: Tokens that vLLM had when it last asked.
     offered_from: int = 0
+    #: Since when vLLM asks for it in vain, by the clock of the admission.
+    unanswered: float | None = None
+    #: For how many seconds vLLM did so before the last answer.
+    answered_after: float = 0.0
+
+    # Its load, which the loads write.
+    #: A load was planned since it was admitted.
     loaded: bool = False
+    #: Its load runs.
     loading: bool = False
+    #: The number of its last load; 0 before the first.
     load: int = 0
+    #: The loads of other requests for which it waits, or has waited.
     shared: list[LoadOp] = field(default_factory=list)
-    period: int = 0
+
+    # Its stores and hand-overs.
+    #: How far its stores are planned.
     stores: StorePlan = field(default_factory=StorePlan)
+    #: The period of its oldest block, see :mod:`kvshelf.vllm.scheduler.periods`.
+    period: int = 0
+    #: What is promised of it, if it wants a hand-over.
+    promise: Promise | None = None
+    #: The hand-over that it brought.
+    awaited: Awaited | None = None
 
     def __post_init__(self) -> None:
+        self.id = str(self.request.request_id)
         self.reads = self.addressable and self.reads
         # A request that was preempted since then is admitted anew.
         self.admission = self.request.num_preemptions
-
-    @property
-    def id(self) -> str:
-        """The request's id."""
-        return str(self.request.request_id)
 
     @property
     def waits(self) -> bool:
@@ -250,7 +282,11 @@ class Requests(dict[str, RequestState]):
 
     Parameters
     ----------
-    engine : Engine
+    vllm_config : VllmConfig
+    config : Config
+    counters : Counters
+    others_transfer : bool
+        Whether another connector transfers the prompts of requests with ``do_remote_prefill``.
 
     Attributes
     ----------
@@ -258,11 +294,12 @@ class Requests(dict[str, RequestState]):
         What images are called in keys.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(
+        self, vllm_config: Any, config: Config, counters: Counters, *, others_transfer: bool
+    ) -> None:
         super().__init__()
-        config, vllm_config = engine.config, engine.vllm_config
-        self.item_ids = ItemIds(vllm_config, config.trust_uuids, engine.counters)
-        self._others_transfer = engine.others_transfer
+        self.item_ids = ItemIds(vllm_config, config.trust_uuids, counters)
+        self._others_transfer = others_transfer
         outputs = getattr(vllm_config, "aux_output_config", None)
         self._hits_are_used = outputs is None or not outputs.enabled
         if not self._hits_are_used:
@@ -286,7 +323,19 @@ class Requests(dict[str, RequestState]):
 def items_of(request: Any) -> list[tuple[int, int]]:
     """Return where the multimodal items of a request begin and end, in order."""
     positions = [feature.mm_position for feature in request.mm_features]
-    return sorted((found.offset, found.offset + found.length) for found in positions)
+    return sorted((place.offset, place.offset + place.length) for place in positions)
+
+
+def scheduled(output: Any) -> list[tuple[str, int, int]]:
+    """Return the requests of a step, with their tokens with KV before and after it.
+
+    vLLM's second model runner lists resumed requests among the new ones, its first among the
+    cached ones; both lists say how many tokens were computed before the step.
+    """
+    counts, cached = output.num_scheduled_tokens, output.scheduled_cached_reqs
+    computed = [(new.req_id, new.num_computed_tokens) for new in output.scheduled_new_reqs]
+    computed += zip(cached.req_ids, cached.num_computed_tokens, strict=True)
+    return [(req_id, before, before + counts[req_id]) for req_id, before in computed]
 
 
 def _has_address(request: Any) -> bool:

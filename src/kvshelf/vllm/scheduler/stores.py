@@ -33,7 +33,8 @@ Contracts
   can be promised says so, and its consumer does not wait.
 * A change of weights, or a reset of the cache, ends the backlog of requests that have ended. A
   reset ends all backlogs.
-* A drafter's KV is stored beside the model's (:mod:`kvshelf.vllm.scheduler.drafts`).
+* A drafter's KV is stored beside the model's (:mod:`kvshelf.vllm.scheduler.drafter`), but not that
+  of chunks that wait behind the end of their request.
 * Runs on the engine's step thread.
 """
 
@@ -42,7 +43,7 @@ from __future__ import annotations
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -50,15 +51,15 @@ from kvshelf.format.keys import Chunk, KeyChain
 from kvshelf.format.kinds import DRAFT, FULL, STATE, Kind
 from kvshelf.shelf.lookup import Lookup
 from kvshelf.vllm.handover import asks_for_handover, no_handover
-from kvshelf.vllm.metadata import NULL_BLOCK, Facts, StepMetadata, StoreOp
+from kvshelf.vllm.metadata import NULL_BLOCK, Facts, RefusedStore, StepMetadata, StoreOp
+from kvshelf.vllm.scheduler.drafter import DraftScheduler
 from kvshelf.vllm.scheduler.ends import Ends
+from kvshelf.vllm.scheduler.engine import SchedulerEngine
+from kvshelf.vllm.scheduler.hits import Hits
 from kvshelf.vllm.scheduler.lookups import Lookups
 from kvshelf.vllm.scheduler.periods import BlockPeriods
 from kvshelf.vllm.scheduler.read_ahead import ReadAheadPlan
-from kvshelf.vllm.scheduler.requests import RequestState
-from kvshelf.vllm.scheduler.shared import Shared, SharingPart
-from kvshelf.vllm.scheduler.steps import scheduled
-from kvshelf.vllm.scheduler.unsettled import Unsettled
+from kvshelf.vllm.scheduler.requests import RequestState, scheduled
 
 
 @dataclass(eq=False, slots=True)
@@ -75,45 +76,45 @@ class _Source:
     tables: Sequence[Sequence[int]] | None = None
 
 
-class SchedulerStores(SharingPart):
+class SchedulerStores:
     """The stores of one engine.
 
     Parameters
     ----------
-    shared : Shared
+    engine : SchedulerEngine
+    hits : Hits
+    drafter : DraftScheduler
     lookups : Lookups
     periods : BlockPeriods
-    unsettled : Unsettled
     read_ahead : ReadAheadPlan
 
     Attributes
     ----------
     clock : Callable
         Seconds.
+    ended : dict
+        Requests that have ended and keep their blocks, and until when by the clock.
     """
-
-    failure = "stores of a step could not be planned"
 
     def __init__(
         self,
-        shared: Shared,
+        engine: SchedulerEngine,
         *,
+        hits: Hits,
+        drafter: DraftScheduler,
         lookups: Lookups,
         periods: BlockPeriods,
-        unsettled: Unsettled,
         read_ahead: ReadAheadPlan,
     ) -> None:
-        super().__init__(shared)
-        self._lookups = lookups
-        self._periods = periods
-        self._unsettled = unsettled
-        self._ends = Ends(shared)
-        self._read_ahead = read_ahead
+        self._engine, self._config, self._groups = engine, engine.config, engine.groups
+        self._requests, self._size = engine.requests, engine.config.chunk_size
+        self._hits, self._drafter, self._lookups = hits, drafter, lookups
+        self._periods, self._read_ahead = periods, read_ahead
+        self._ends = Ends(engine, hits)
         self.clock: Callable[[], float] = time.monotonic
         #: Requests with a backlog, the oldest backlog first.
         self._behind: dict[str, None] = {}
-        #: Requests that have ended and keep their blocks, and until when.
-        self._ended: dict[str, tuple[_Source, float]] = {}
+        self.ended: dict[str, tuple[_Source, float]] = {}
         #: The last step with stores that each rank has answered, and its room in full chunks then.
         self._answers: dict[int, tuple[int, int]] = {}
         #: The steps with full chunks that not all ranks have answered, and how many chunks.
@@ -136,54 +137,64 @@ class SchedulerStores(SharingPart):
         """Take a rank's room, which stores it has refused, and whether its storage takes writes."""
         if facts.writes_refused is not None:
             (self._refusing.add if facts.writes_refused else self._refusing.discard)(rank)
-        for request_id, chunk in facts.refused:
-            source, _ = self._ended.get(request_id, (None, 0.0))
-            state = self._requests.get(request_id) if source is None else source.state
-            if state is None:
-                self._counters.add("dropped_chunks_staging_full")
-            elif chunk.tail:
-                state.stores.has_tail = False
-            else:
-                state.stores.next_full = min(state.stores.next_full, chunk.index)
+        for refusal in facts.refused:
+            self._take_back(refusal)
         if facts.room is not None:
             self._answers[rank] = facts.room
             answered = self._answered
             while self._handed_out and self._handed_out[0][0] <= answered:
                 self._handed_out.popleft()
 
+    def _take_back(self, refusal: RefusedStore) -> None:
+        """Plan a chunk again that a rank has refused, and those behind it; else give it up."""
+        chunk = refusal.chunk
+        source, _ = self.ended.get(refusal.request_id, (None, 0.0))
+        state = self._requests.get(refusal.request_id) if source is None else source.state
+        if state is None or refusal.round != self._engine.handshake.round:
+            self._drop(1)
+            if refusal.attempt:
+                self._engine.orders.next.broken.append(refusal.attempt)
+            return
+        plan, lookup = state.stores, state.lookup
+        if chunk.tail:
+            plan.has_tail, plan.next_boundary = False, (0, 0)
+            return
+        plan.next_full = min(plan.next_full, chunk.index)
+        if lookup is not None:
+            # A preempted request counts what it has stored as seen.
+            lookup.full_chunks = min(lookup.full_chunks, chunk.index)
+            if not self._groups.mixed:
+                lookup.hit_chunks = min(lookup.hit_chunks, chunk.index)
+
     # ------------------------------------------------------------- steps
 
     def plan(self, output: Any, meta: StepMetadata) -> None:
         """Plan the stores of a step."""
-        serves = self._opening.may_store and self._opening.serves
+        serves = self._engine.may_store and self._engine.serves
         before = self._room = self._find_room()
-        for request_id in list(self._ended):
+        for request_id in list(self.ended):
             self._plan_ended(request_id, meta, may_store=serves)
-        if serves and not self._unsettled.lost:
-            steps = [
-                (state, before, after)
-                for request_id, before, after in scheduled(output)
-                # Of one that depends on another's load a later step stores the chunks, if it is
-                # still running then.
-                if (state := self._requests.get(request_id)) is not None
-                and request_id not in self._unsettled
-            ]
+        if serves and not self._periods.is_lost:
+            requests = scheduled(output)
             if self._behind:
                 ages = {request_id: age for age, request_id in enumerate(self._behind)}
-                steps.sort(
-                    key=lambda step: (
-                        ages.get(step[0].id) is None,
-                        step[0].promise is None,
-                        ages.get(step[0].id, 0),
-                    )
-                )
-            for state, start, end in steps:
-                self._plan_request(state, start, end, output, meta)
+                requests = sorted(requests, key=lambda step: self._turn(step[0], ages))
+            for request_id, start, end in requests:
+                state = self._requests.get(request_id)
+                # Of one that depends on another's load a later step stores the chunks, if it is
+                # still running then.
+                if state is not None and request_id not in self._periods.unsettled:
+                    self._plan_request(state, start, end, output, meta)
         if before != self._room:
-            self._handed_out.append((self._steps.count, before - self._room))
-        if meta.stores or self._ended or self._behind:
-            meta.number = self._steps.count
-            meta.waits_for_room = bool(self._ended or self._behind)
+            self._handed_out.append((self._engine.steps, before - self._room))
+        if meta.stores or self.ended or self._behind:
+            meta.number = self._engine.steps
+            meta.waits_for_room = bool(self.ended or self._behind)
+
+    def _turn(self, request_id: str, ages: Mapping[str, int]) -> tuple[bool, bool, int]:
+        """Return by what requests are ordered: backlogs first, and of these promised ones."""
+        state, age = self._requests.get(request_id), ages.get(request_id)
+        return age is None, state is None or state.promise is None, age or 0
 
     def _find_room(self) -> int:
         """Return for how many full chunks all ranks have room; unknown before they answer."""
@@ -198,20 +209,20 @@ class SchedulerStores(SharingPart):
     ) -> None:
         """Plan the stores of a request, of which a step computes tokens ``[before, after)``."""
         plan, request = state.stores, state.request
-        is_behind = plan.next_full < plan.next_chunk
+        is_behind = plan.next_full < plan.next_chunk and self._room > 0
         at_boundary = plan.next_boundary[0] != plan.next_chunk or after >= plan.next_boundary[1]
         if not (is_behind or at_boundary):
             return
         if not state.addressable or not self._periods.is_valid(state):
             return
-        if not self._keys.trusts(state):
+        if not self._engine.adapters.trusts(request.lora_request):
             return
         # Tokens beyond these (drafts, samples in flight) may still change.
         known = request.num_tokens if self._config.save_decode else request.num_prompt_tokens
         end = min(after, known, plan.cut)
         complete = end // self._size
         states = self._ends.states_in_cache(state, before, after, complete, output)
-        needs_tail = self._needs_tail(state, end)
+        needs_tail = self._room > 0 and self._needs_tail(state, end)
         if complete <= plan.next_chunk and not (is_behind or states or needs_tail):
             plan.next_boundary = self._boundary_after(state)
             return
@@ -231,7 +242,8 @@ class SchedulerStores(SharingPart):
         self._plan_states(source, states, meta)
         if needs_tail:
             self._plan_tail(source, meta)
-        plan.next_chunk = max(plan.next_chunk, complete)
+        # What is behind the cut is never stored.
+        plan.next_chunk = min(max(plan.next_chunk, complete), plan.cut // self._size)
         if plan.next_full < plan.next_chunk or self._needs_tail(state, end):
             self._behind[state.id] = None
         else:
@@ -239,14 +251,14 @@ class SchedulerStores(SharingPart):
 
     def _with_keys(self, state: RequestState) -> _Source | None:
         """Return a request with its lookup and its keys; None while it has none."""
-        lookup, namespace = state.lookup, self._opening.namespace
+        lookup, namespace = state.lookup, self._engine.handshake.namespace
         if lookup is None or lookup.given_up:
             # The request was admitted before the namespace was known, or has no keys yet.
-            if self._opening.lookups is None:
+            if self._engine.lookup_service is None:
                 return None
-            lookup = self._lookups.start(self._opening.lookups, state)
+            lookup = self._lookups.start(self._engine.lookup_service, state)
         assert namespace is not None
-        chain = self._keys.for_stores(state, lookup, namespace.digest)
+        chain = self._lookups.chain_for_stores(state, lookup, namespace.digest)
         return None if chain is None else _Source(state, lookup, chain)
 
     def _boundary_after(self, state: RequestState) -> tuple[int, int]:
@@ -315,7 +327,9 @@ class SchedulerStores(SharingPart):
     def _needs_tail(self, state: RequestState, end: int) -> bool:
         """Whether to store the tail of a request whose tokens before `end` have KV."""
         prompt = state.request.num_prompt_tokens
-        if not self._opening.tails or end < prompt or not prompt % self._size:
+        if not self._engine.tails or end < prompt or not prompt % self._size:
+            return False
+        if state.stores.cut < prompt:
             return False
         return state.promise is not None and not state.stores.has_tail
 
@@ -365,15 +379,15 @@ class SchedulerStores(SharingPart):
         """Have the workers store a kind of a chunk that lies in `blocks` of each group."""
         state, lookup = source.state, source.lookup
         self._note_promised(state, kind, chunk)
-        state.stores.at = self._steps.count
+        state.stores.at = self._engine.steps
         end = (chunk.index + 1) * self._size
         op = StoreOp(
             chunk,
             tuple(blocks.get(group.index, []) for group in self._groups),
             self._hits.must_repair(chunk, kind),
             time.monotonic() - lookup.as_of,
-            self._keys.adapters.content(state.request.lora_request),
-            self._opening.handshake.round,
+            self._engine.adapters.content(state.request.lora_request),
+            self._engine.handshake.round,
             kind,
             "" if state.promise is None else state.promise.attempt,
             state.id,
@@ -381,7 +395,7 @@ class SchedulerStores(SharingPart):
         )
         if kind == FULL:
             self._room -= 1
-            draft = self._drafts.to_store(state.id, source.chain, chunk.index)
+            draft = self._drafter.to_store(state.id, source.chain, chunk.index)
             if draft is not None:
                 # First, so that a lookup that finds the model's KV also finds the drafter's.
                 meta.stores.append(replace(op, chunk=draft, repair=False, kind=DRAFT, late=True))
@@ -390,7 +404,7 @@ class SchedulerStores(SharingPart):
     def _note_promised(self, state: RequestState, kind: Kind, chunk: Chunk) -> None:
         """Note a kind of a chunk that is stored or will be, if the request hands over."""
         if state.promise is not None:
-            namespace = self._opening.namespace
+            namespace = self._engine.handshake.namespace
             assert namespace is not None
             state.promise.add(namespace, kind, chunk)
 
@@ -410,21 +424,29 @@ class SchedulerStores(SharingPart):
         self._behind.pop(state.id, None)
         request, plan = state.request, state.stores
         prompt = request.num_prompt_tokens
+        plan.next_chunk = min(plan.next_chunk, plan.cut // self._size)
         source = handover = None
         if state.promise and not self._refusing and request.num_computed_tokens >= prompt:
-            if not state.loading and self._opening.serves and self._periods.is_valid(state):
+            if self._may_store_behind_end(state):
                 source = self._promise_backlog(state, tables)
             handover = state.promise.handover(self._groups, prompt, self._size)
-        if handover is None or source is None:
-            self._drop(plan.next_chunk - plan.next_full)
+        kept = prompt // self._size if handover is not None and source is not None else 0
+        self._drop(plan.next_chunk - max(plan.next_full, kept))
         if handover is None:
             asked = self._engine.hands_over and asks_for_handover(request.kv_transfer_params)
             return False, no_handover() if asked else None
-        self._counters.add("handovers_promised")
+        self._engine.counters.add("handovers_promised")
         if source is None or not (self._backlog_of(source) or plan.at > self._answered):
             return False, handover.params()
-        self._ended[state.id] = source, self.clock() + self._config.handover_wait_s
+        self.ended[state.id] = source, self.clock() + self._config.handover_wait_s
         return True, handover.params()
+
+    def _may_store_behind_end(self, state: RequestState) -> bool:
+        """Whether the blocks of a request that ends have KV that may be stored."""
+        engine, periods = self._engine, self._periods
+        if state.loading or not (engine.may_store and engine.serves):
+            return False
+        return periods.is_valid(state) and state.id not in periods.unsettled
 
     def _promise_backlog(
         self, state: RequestState, tables: Sequence[Sequence[int]]
@@ -433,9 +455,11 @@ class SchedulerStores(SharingPart):
         source = self._with_keys(state)
         if source is None:
             return None
-        source.tables = tables
+        source.tables, chain = tables, source.chain
         plan, end = state.stores, state.request.num_prompt_tokens // self._size
-        for chunk in source.chain.chunks[plan.next_full : min(plan.next_chunk, end)]:
+        # The lookup may have no answer, and no keys, yet.
+        chain.extend(state.request._all_token_ids[chain.tokens : end * self._size])
+        for chunk in chain.chunks[plan.next_full : min(plan.next_chunk, end)]:
             self._note_promised(state, FULL, chunk)
         if self._needs_tail(state, state.request.num_prompt_tokens):
             self._note_promised(state, FULL, self._tail_of(source))
@@ -450,7 +474,7 @@ class SchedulerStores(SharingPart):
 
     def _plan_ended(self, request_id: str, meta: StepMetadata, *, may_store: bool) -> None:
         """Go on with the backlog of a request that has ended; give its blocks back at the end."""
-        source, until = self._ended[request_id]
+        source, until = self.ended[request_id]
         state = source.state
         if may_store:
             end = min(state.stores.next_chunk, state.request.num_prompt_tokens // self._size)
@@ -458,13 +482,14 @@ class SchedulerStores(SharingPart):
             if self._needs_tail(state, state.request.num_prompt_tokens):
                 self._plan_tail(source, meta)
         backlog = self._backlog_of(source)
-        if self.clock() >= until or not (backlog or state.stores.at > self._answered):
+        waits = backlog or state.stores.at > self._answered
+        if not (waits and may_store and self.clock() < until):
             self._release(request_id)
 
     def _release(self, request_id: str, *, is_broken: bool = False) -> None:
         """Give the blocks of a request that has ended back; break its promise if chunks wait."""
-        source, _ = self._ended.pop(request_id)
-        orders, backlog = self._orders.next, self._backlog_of(source)
+        source, _ = self.ended.pop(request_id)
+        orders, backlog = self._engine.orders.next, self._backlog_of(source)
         self._drop(backlog)
         if (backlog or is_broken) and source.state.promise is not None:
             orders.broken.append(source.state.promise.attempt)
@@ -472,16 +497,26 @@ class SchedulerStores(SharingPart):
 
     def _drop(self, chunks: int) -> None:
         if chunks > 0:
-            self._counters.add("dropped_chunks_staging_full", chunks)
+            self._engine.counters.add("dropped_chunks_staging_full", chunks)
 
     def release_ended(self) -> None:
         """Give the blocks of all requests that have ended back: their KV may get another name."""
-        for request_id in list(self._ended):
+        for request_id in list(self.ended):
             self._release(request_id)
 
-    def lose(self) -> None:
-        """Break the promises of requests that have ended: it is unknown what they store."""
-        for request_id in list(self._ended):
+    def lose(self, request_ids: Iterable[str]) -> None:
+        """Break the promises of requests of which it is unknown what they store, and of all ended.
+
+        Parameters
+        ----------
+        request_ids : iterable of str
+            Requests that run.
+        """
+        for request_id in request_ids:
+            state = self._requests.get(request_id)
+            if state is not None:
+                state.promise = None
+        for request_id in list(self.ended):
             self._release(request_id, is_broken=True)
 
     def drop_backlogs(self) -> None:

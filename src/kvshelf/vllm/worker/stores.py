@@ -31,7 +31,14 @@ from kvshelf.transfer.context import ChunkSlots
 from kvshelf.transfer.stores import StoreOutcome
 from kvshelf.vllm.adapters import LoadedAdapters
 from kvshelf.vllm.messages import Outbox
-from kvshelf.vllm.metadata import NULL_BLOCK, Facts, Orders, StepMetadata, StoreOp
+from kvshelf.vllm.metadata import (
+    NULL_BLOCK,
+    Facts,
+    Orders,
+    RefusedStore,
+    StepMetadata,
+    StoreOp,
+)
 from kvshelf.vllm.worker.loads import IDLE_WAIT_SECONDS
 from kvshelf.vllm.worker.registration import Registration
 from kvshelf.vllm.worker.slots import slots_to_store
@@ -173,7 +180,8 @@ class WorkerStores:
                 self._break_promise(op)
             elif outcome is StoreOutcome.STAGING_FULL and op.kind == FULL:
                 refused.add(op.request_id)
-                self.facts.next.refused.append((op.request_id, op.chunk))
+                refusal = RefusedStore(op.request_id, op.chunk, op.attempt, op.round)
+                self.facts.next.refused.append(refusal)
 
     def _store(self, op: StoreOp) -> StoreOutcome | None:
         """Gather one chunk; None if it cannot be stored, and :class:`Stores` was not called."""

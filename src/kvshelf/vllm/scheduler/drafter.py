@@ -21,7 +21,7 @@ Contracts
 * All methods run on the engine's step thread, except :meth:`DraftScheduler.chain`, which lookup
   threads call.
 
-When this part fails, the drafter is left out from then on, and the model's KV is loaded and stored
+When a method fails, the drafter is left out from then on, and the model's KV is loaded and stored
 as before.
 """
 
@@ -40,12 +40,10 @@ from kvshelf.format.namespace import Namespace
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.shelf.view import ShelfView
 from kvshelf.vllm.handshake import Handshake
-from kvshelf.vllm.metadata import BY_PARAMETERS, Facts, StepMetadata, WorkerReport
+from kvshelf.vllm.metadata import BY_PARAMETERS, Facts, WorkerReport
 from kvshelf.vllm.namespace import stage_ranks, topologies_of
-from kvshelf.vllm.scheduler.engine import Engine
-from kvshelf.vllm.scheduler.part import Part
-from kvshelf.vllm.scheduler.requests import RequestState
-from kvshelf.vllm.scheduler.steps import scheduled
+from kvshelf.vllm.scheduler.engine import SchedulerEngine
+from kvshelf.vllm.scheduler.requests import RequestState, scheduled
 from kvshelf.vllm.speculation import WITHOUT_DRAFTS, draft_config
 
 logger = logging.getLogger(__name__)
@@ -134,22 +132,25 @@ def _contained(
     return call
 
 
-class DraftScheduler(Part):
-    """The drafter's side of a scheduler; it does nothing for engines without KV of a drafter.
+class DraftScheduler:
+    """The drafter's side of a scheduler.
 
     Parameters
     ----------
-    engine : Engine
-    requests : Mapping
-        The engine's requests, by id.
+    engine : SchedulerEngine
+
+    Attributes
+    ----------
+    left_out : bool
+        Nothing of a drafter is loaded or stored, now and later; there need not be a drafter.
     """
 
-    failure = "KV of the drafter is left out from now on"
+    #: What the log says when a method fails.
+    failure: Final = "KV of the drafter is left out from now on"
 
-    def __init__(self, engine: Engine, requests: Mapping[str, RequestState]) -> None:
-        self._engine, self._drafter = engine, engine.drafter
+    def __init__(self, engine: SchedulerEngine) -> None:
+        self._engine, self._drafter = engine, engine.drafter_config
         self._block_size = engine.groups.hash_block_size
-        self._known_requests = requests
         self._handshake: Handshake | None = None
         self._view: ShelfView | None = None
         #: Digest of the model's namespace, from which the drafter's follows.
@@ -175,7 +176,7 @@ class DraftScheduler(Part):
     @property
     def view(self) -> ShelfView | None:
         """The drafter's objects, once their namespace is known."""
-        namespace, shelf = self.namespace, self._engine.shelf()
+        namespace, shelf = self.namespace, self._engine.get_shelf()
         if self._view is None and namespace is not None and shelf is not None:
             self._view = shelf.view(ObjectFormat(namespace))
         return self._view
@@ -245,7 +246,7 @@ class DraftScheduler(Part):
         progress.loaded, size = end, chain.chunk_size
         return chain.drafts.chunks[first // size : -(-end // size)]
 
-    def take_facts(self, rank: int, facts: Facts) -> None:
+    def take_facts(self, facts: Facts) -> None:
         """Note from which token on loads delivered no KV of the drafter, or that none will."""
         for request_id, token in facts.without_drafts:
             progress = self._requests.get(request_id)
@@ -256,21 +257,16 @@ class DraftScheduler(Part):
                 _say_left_out(reason)
             self.end()
 
-    def plan(self, output: Any, meta: StepMetadata) -> None:
+    def plan(self, output: Any) -> None:
         """Note what a step computes."""
-        known = self._known_requests
-        if not self.left_out:
-            self.begin_step(
-                [
-                    (known[req_id].request, before, after)
-                    for req_id, before, after in scheduled(output)
-                    if req_id in known
-                ]
-            )
-
-    def lose(self) -> None:
-        """Leave the drafter out from now on."""
-        self.end()
+        requests = self._engine.requests
+        self.begin_step(
+            [
+                (requests[req_id].request, before, after)
+                for req_id, before, after in scheduled(output)
+                if req_id in requests
+            ]
+        )
 
     @property
     def announcement(self) -> tuple[bytes, str] | None:
