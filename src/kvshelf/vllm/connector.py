@@ -341,14 +341,11 @@ class KVShelfConnector(KVConnectorBase_V1, SupportsHMA):
         The blocks that these loads left without KV are kept for
         :meth:`get_block_ids_with_load_errors`, so that nothing can come between.
         """
-        released = self._take_released()
+        stores = self._worker.stores
+        released, stores.released = stores.released, set()
         finished, failed, bad_blocks = self._take_ended()
         self._bad_blocks |= bad_blocks
         return KVConnectorTransferResults(released, finished, failed)
-
-    @_contained(lambda *_: set())
-    def _take_released(self) -> set[str]:
-        return self._worker.stores.take_released()
 
     @_contained(lambda *_: (set(), set(), set()))
     def _take_ended(self) -> tuple[set[str], set[str], set[int]]:

@@ -35,7 +35,7 @@ class Outbox(Generic[_M]):
     Parameters
     ----------
     empty : Callable
-        Makes a message that says nothing, which equals others that say nothing.
+        Makes a message that says nothing; its attributes equal those of others that say nothing.
 
     Attributes
     ----------
@@ -44,14 +44,14 @@ class Outbox(Generic[_M]):
     """
 
     def __init__(self, empty: Callable[[], _M]) -> None:
-        self._empty, self._nothing = empty, empty()
+        self._empty, self._nothing = empty, vars(empty())
         self.next = empty()
         self._last = 0
         self._kept: list[tuple[int, _M]] = []
 
     def messages(self) -> list[tuple[int, _M]]:
         """Return all messages that have not been answered, with their numbers from 1 on."""
-        if self.next != self._nothing:
+        if vars(self.next) != self._nothing:
             self._last += 1
             self._kept.append((self._last, self.next))
             self.next = self._empty()

@@ -56,9 +56,6 @@ _NO_STORES: Final = 3
 #: Chunks stored in an hour of which some should have been of use: a prefill of 70 tokens a second.
 _MUCH: Final = 1000
 
-#: What a step has to report in which nothing happened.
-_NOTHING: Final = WorkerMetadata()
-
 
 class WorkerSide:
     """Worker half of :class:`kvshelf.vllm.connector.KVShelfConnector`.
@@ -230,7 +227,7 @@ class WorkerSide:
         facts = self._facts.messages()
         if facts:
             meta.facts = {self.rank: facts}
-        if meta == _NOTHING and (
+        if not any(vars(meta).values()) and (
             step is None or not (step.namespace or step.draft_namespace or step.orders)
         ):
             return None

@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 
 from kvshelf.format.kinds import DRAFT, FULL, STATE
 from kvshelf.transfer.context import ChunkSlots
-from kvshelf.transfer.stores import StoreOutcome
+from kvshelf.transfer.stores import StoreOutcome, Stores
 from kvshelf.vllm.adapters import LoadedAdapters
 from kvshelf.vllm.messages import Outbox
 from kvshelf.vllm.metadata import (
@@ -60,6 +60,12 @@ class WorkerStores:
         Gets what the scheduler side must learn.
     others_fill : bool
         Whether another connector may fill free blocks without waiting for the engine's stream.
+
+    Attributes
+    ----------
+    released : set of str
+        Requests that have ended and whose blocks are no longer needed; the caller that tells vLLM
+        takes them out.
     """
 
     registration: Registration
@@ -74,8 +80,7 @@ class WorkerStores:
     #: The number of the last step that is gathered and had one, and what the scheduler has learned.
     _number: int = field(default=0, init=False)
     _told: tuple[int, int] = field(default=(0, 0), init=False)
-    #: Requests that have ended and whose blocks are no longer needed, until vLLM learns of them.
-    _released: set[str] = field(default_factory=set, init=False)
+    released: set[str] = field(default_factory=set, init=False)
 
     # ------------------------------------------------------------- steps
 
@@ -83,7 +88,7 @@ class WorkerStores:
         """Take which blocks are no longer needed, and which promises have failed."""
         for attempt in orders.broken:
             self.registration.give_up(attempt)
-        self._released.update(orders.released)
+        self.released.update(orders.released)
 
     def begin(self, meta: StepMetadata) -> None:
         """Take the stores of a step."""
@@ -106,11 +111,9 @@ class WorkerStores:
         meta = self._meta
         if meta is not None:
             self._number = meta.number or self._number
-        transfers = self.registration.serving
-        if meta is not None and meta.idle and meta.waits_for_room and transfers is not None:
-            full = transfers.stores.get(FULL)
-            if full is not None:
-                full.await_room(IDLE_WAIT_SECONDS)
+        full = self._full_stores
+        if meta is not None and meta.idle and meta.waits_for_room and full is not None:
+            full.await_room(IDLE_WAIT_SECONDS)
 
     def clear(self, meta: StepMetadata) -> None:
         """End a step; drop what an error has kept from being gathered."""
@@ -122,21 +125,21 @@ class WorkerStores:
 
     # ------------------------------------------------------------- what others learn
 
+    @property
+    def _full_stores(self) -> Stores | None:
+        """The stores of full chunks; None while there are none on this rank."""
+        transfers = self.registration.transfers
+        return None if transfers is None else transfers.stores.get(FULL)
+
     def note_room(self) -> None:
         """Note for the scheduler for how many chunks there is room, unless it knows."""
-        full = (
-            None
-            if self.registration.serving is None
-            else self.registration.serving.stores.get(FULL)
-        )
+        if not self._number:
+            # No step has brought stores yet.
+            return
+        full = self._full_stores
         room = self._number, sys.maxsize if full is None else full.room
-        if self._number and room != self._told:
+        if room != self._told:
             self._told = self.facts.next.room = room
-
-    def take_released(self) -> set[str]:
-        """Return, once, the requests that have ended and whose blocks are no longer needed."""
-        released, self._released = self._released, set()
-        return released
 
     def _drop(self, op: StoreOp, why: str) -> None:
         """Count a chunk that is not stored. Of a drafter's only those are counted that move."""
