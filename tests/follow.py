@@ -99,14 +99,15 @@ def follow(calls: Calls, shelf: str, title: str) -> None:
     """Run a request of one whole chunk and a part of another one in a new engine."""
     with EngineModel(shelf, admission="always") as engine:
         engine.run(prompt(2 * CHUNK + 3, 5))
-        calls.is_on = True
+        calls.is_on, first = True, engine.steps
         engine.add("followed", prompt(CHUNK + 3, 1), 2)
         engine.finish()
         engine.drain()
         # Threads tell of an end after the step has seen it.
         time.sleep(0.3)
         calls.is_on = False
-    calls.show(title)
+        steps = engine.steps - first
+    calls.show(f"{title}, {steps} steps")
 
 
 def main() -> None:

@@ -187,7 +187,8 @@ def test_handed_over_prompts_and_then_the_oldest_get_room_first(side: LoneSchedu
 def test_tail_is_stored_in_the_step_that_completes_the_prompt(side: LoneScheduler) -> None:
     request = Request("r", prompt(4 * CHUNK - 1), kv_transfer_params=ASKED)
     assert side.ask(request) == 0
-    assert stored_chunks(side.step({"r": (0, 4 * CHUNK - 2)}, new=("r",))) == [0, 1, 2]
+    assert stored_chunks(side.step({"r": (0, 4 * CHUNK - 3)}, new=("r",))) == [0, 1, 2]
+    assert not side.step({"r": (4 * CHUNK - 3, 1)}).stores
     assert stored_chunks(side.step({"r": (4 * CHUNK - 2, 1)})) == [3]
 
 
@@ -262,7 +263,7 @@ def test_promise_of_an_ended_request_is_broken_with_its_backlog(
 
 def test_reset_drops_the_backlogs_of_running_requests(side: LoneScheduler) -> None:
     answer(side, 0)
-    request, _ = compute(side, "r", 1)
+    request, _ = compute(side, "r", 1, kv_transfer_params=ASKED)
     side.reset()
     answer(side, 9)
     assert decode(side, request) == {}
@@ -352,7 +353,10 @@ def test_blocks_behind_another_connectors_load_are_not_promised_at_the_end(
 
 def test_engine_that_stores_nothing_promises_no_tail(tmp_path: Path) -> None:
     side = LoneScheduler(tmp_path / "shelf", read_only=True)
-    compute(side, "r", 1, kv_transfer_params=ASKED)
+    request = Request("r", prompt(5), kv_transfer_params=ASKED)
+    assert side.ask(request) == 0
+    assert not side.step({"r": (0, 5)}, new=("r",)).stores
+    request.num_computed_tokens = 5
     assert side.side.finished("r", ([*range(20, 40)],)) == (False, no_handover())
     side.close()
 
@@ -401,12 +405,15 @@ def test_chunk_that_is_refused_after_its_request_was_released_breaks_the_promise
 
 
 def test_chunk_that_is_refused_after_a_reset_is_dropped(side: LoneScheduler) -> None:
-    request, _ = compute(side, "r", 1)
-    chunk = side.chunks(request.prompt_token_ids)[3]
+    request, _ = compute(side, "r", 1, kv_transfer_params=ASKED)
+    chunk, promise = side.chunks(request.prompt_token_ids)[3], side.side.requests["r"].promise
+    assert promise is not None
     side.reset()
-    side.tell(refused=[RefusedStore("r", chunk, "", 0)])
+    side.tell(refused=[RefusedStore("r", chunk, promise.attempt, 0)])
     assert decode(side, request) == {}
     assert side.side.counters.snapshot()["dropped_chunks_staging_full"] == 1
+    # The marker that the workers write holds for all of the prompt.
+    assert side.side.finished("r", ([],)) == (False, no_handover())
 
 
 def test_chunk_that_is_refused_after_a_preemption_is_no_hit(side: LoneScheduler) -> None:

@@ -303,7 +303,7 @@ class SchedulerSide:
             except Exception as error:  # noqa: BLE001 - the other components plan all the same
                 self._log.error("%s", failure, exc_info=error)
                 meta.stores, meta.prefetches = [], []
-                self.stores.lose(computed)
+                self._contain("promises of a step were not broken", self.stores.lose, computed)
                 if lose is not None:
                     self._contain(failure, lose)
 
@@ -334,7 +334,7 @@ class SchedulerSide:
             self._log.error("a step could not be planned", exc_info=error)
             meta = StepMetadata()
             engine.lose_step()
-            self.stores.lose(self.requests)
+            self._contain("promises of a step were not broken", self.stores.lose, self.requests)
             self._contain(self.periods.failure, self.periods.lose)
             self._contain(self.drafter.failure, self.drafter.end)
             self._contain("a step is not timed", self.admission.lose)
@@ -439,11 +439,11 @@ class SchedulerSide:
 
         Requests that are being computed keep their chunk keys, under which they store.
         """
-        self.lookups.reset()
-        self.read_ahead.engine_cache_was_reset()
-        self.stores.drop_backlogs()
         self.engine.orders.next.reset = True
         self.weights_may_change()
+        self.stores.drop_backlogs()
+        self.lookups.reset()
+        self.read_ahead.engine_cache_was_reset()
         return True
 
     def weights_may_change(self, how: str = "") -> None:
@@ -464,7 +464,6 @@ class SchedulerSide:
             )
         self.counters.add("weight_comparisons")
         handshake.begin_round(noticed=bool(how))
-        self.stores.release_ended()
         self.periods.begin()
 
     def close(self) -> None:

@@ -4,9 +4,9 @@ Owns how far the stores of each request are planned, how many chunks the workers
 the requests that have ended and keep their blocks. :mod:`~kvshelf.vllm.scheduler.ends` knows which
 windows and states are worth their bytes.
 
-Stores are pulled. A full chunk keeps its KV for as long as its request has the blocks. So the
-scheduler hands it out when all workers have room for it: in the step that completes it, or in a
-later step of the request. The chunks that wait are the request's *backlog*. Windows, states and the
+A full chunk keeps its KV for as long as its request has the blocks. So the scheduler hands it out
+when all workers that have said so have room for it: in the step that completes it, or in a later
+step of the request. The chunks that wait are the request's *backlog*. Windows, states and the
 drafter's KV do not wait: the next step may overwrite them.
 
 A worker answers each step that brings stores with its room after that step
@@ -22,7 +22,8 @@ Contracts
   accepted, never drafts or samples in flight.
 * A request stores in steps that it is part of, since vLLM then keeps its blocks until it has the
   step's output. A request that hands over keeps its blocks behind its end until its backlog is
-  stored, and for at most ``handover_wait_s``. Then its promise is broken, and the workers say so.
+  stored, and for at most ``handover_wait_s``. If chunks still wait then, its promise is broken: the
+  workers write a marker for the consumer.
   The backlog of another request is dropped with its end.
 * Windows are stored in the step that completes the chunk. vLLM frees their blocks soon after:
   windows of which it has freed a block are not stored.
@@ -31,8 +32,8 @@ Contracts
   promised (:mod:`~kvshelf.vllm.scheduler.promise`). While a worker's storage takes no writes,
   nothing is promised: a consumer's lookup finds what is on the shelf. A request of which nothing
   can be promised says so, and its consumer does not wait.
-* A change of weights, or a reset of the cache, ends the backlog of requests that have ended. A
-  reset ends all backlogs.
+* While weights are compared, the scheduler drops the backlogs of requests that have ended. When the
+  cache is reset, it drops all backlogs.
 * A drafter's KV is stored beside the model's (:mod:`kvshelf.vllm.scheduler.drafter`), but not that
   of chunks that wait behind the end of their request.
 * Runs on the engine's step thread.
@@ -154,6 +155,8 @@ class SchedulerStores:
             self._drop(1)
             if refusal.attempt:
                 self._engine.orders.next.broken.append(refusal.attempt)
+            if state is not None:
+                state.promise = None
             return
         plan, lookup = state.stores, state.lookup
         if chunk.tail:
@@ -181,8 +184,7 @@ class SchedulerStores:
                 requests = sorted(requests, key=lambda step: self._turn(step[0], ages))
             for request_id, start, end in requests:
                 state = self._requests.get(request_id)
-                # Of one that depends on another's load a later step stores the chunks, if it is
-                # still running then.
+                # If the request depends on the load of another one, a later step stores its chunks.
                 if state is not None and request_id not in self._periods.unsettled:
                     self._plan_request(state, start, end, output, meta)
         if before != self._room:
@@ -242,7 +244,7 @@ class SchedulerStores:
         self._plan_states(source, states, meta)
         if needs_tail:
             self._plan_tail(source, meta)
-        # What is behind the cut is never stored.
+        # Chunks behind the cut depend on more than the prefix, and are never stored.
         plan.next_chunk = min(max(plan.next_chunk, complete), plan.cut // self._size)
         if plan.next_full < plan.next_chunk or self._needs_tail(state, end):
             self._behind[state.id] = None
@@ -499,11 +501,6 @@ class SchedulerStores:
         if chunks > 0:
             self._engine.counters.add("dropped_chunks_staging_full", chunks)
 
-    def release_ended(self) -> None:
-        """Give the blocks of all requests that have ended back: their KV may get another name."""
-        for request_id in list(self.ended):
-            self._release(request_id)
-
     def lose(self, request_ids: Iterable[str]) -> None:
         """Break the promises of requests of which it is unknown what they store, and of all ended.
 
@@ -520,10 +517,11 @@ class SchedulerStores:
             self._release(request_id, is_broken=True)
 
     def drop_backlogs(self) -> None:
-        """Store nothing of what waits for room: vLLM may free the memory of its caches."""
-        self.release_ended()
-        for request_id in self._behind:
-            plan = self._requests[request_id].stores
+        """Drop what waits for room of running requests: vLLM may free the memory of its caches."""
+        for state in self._requests.values():
+            plan = state.stores
             self._drop(plan.next_chunk - plan.next_full)
             plan.next_full = plan.next_chunk
+            # A tail that waits has lost its KV as well.
+            plan.has_tail = plan.has_tail or state.id in self._behind
         self._behind.clear()

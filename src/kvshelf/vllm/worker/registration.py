@@ -236,7 +236,7 @@ class Registration:
         else:
             cache = DeviceKVCache(
                 calls,
-                # A worker with parts of shards never gathers.
+                # A worker that holds only parts of shards stores nothing, so it needs one buffer.
                 ring=1 if plan.divided else device_ring(self.vllm_config, self.config, fmt.kind),
                 loads=load_threads,
                 pinned=self.host.is_page_locked,
