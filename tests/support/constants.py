@@ -42,7 +42,7 @@ def _places(value: Any) -> dict[str, list[tuple[str, str, Any]]]:
     return {
         "lookup_seconds": [("kvshelf.vllm.scheduler.lookups", "LOOKUP_SECONDS", value)],
         "identity_seconds": [("kvshelf.vllm.handshake", "IDENTITY_SECONDS", value)],
-        "interval": [("kvshelf.vllm.scheduler.ends", "INTERVAL", value)],
+        "interval": [("kvshelf.vllm.scheduler.hits", "INTERVAL", value)],
         "drain_seconds": [("kvshelf.vllm.worker.side", "DRAIN_SECONDS", value)],
         # So many bytes, whatever a step needs; at least what the threads and two chunks need.
         "memory_bytes": [

@@ -22,8 +22,7 @@ from kvshelf.shelf.waits import WaitService
 from kvshelf.vllm.adapters import AdapterDigests
 from kvshelf.vllm.handover import Handover, no_handover, read_handover
 from kvshelf.vllm.scheduler import SchedulerSide, handovers, hits
-from kvshelf.vllm.scheduler.promise import Promise
-from kvshelf.vllm.scheduler.requests import Awaited
+from kvshelf.vllm.scheduler.requests import Awaited, Promise
 from tests.sim import engine_sides as sides
 from tests.sim.engine import DRAFT_LAYER, EngineModel, Start
 from tests.sim.engine_caches import PUBLISHED_MODELS, Layers, drafter

@@ -20,19 +20,22 @@ from __future__ import annotations
 
 import logging
 import math
+import secrets
 import sys
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, TypeAlias
 
 from kvshelf.config import Config
 from kvshelf.format.keys import Chunk
+from kvshelf.format.kinds import KINDS, Kind
+from kvshelf.format.namespace import Namespace
 from kvshelf.metrics import Counters
 from kvshelf.shelf.lookup import Lookup
 from kvshelf.shelf.waits import Wait
+from kvshelf.vllm.groups import CacheGroups
 from kvshelf.vllm.handover import Handover, is_foreign
 from kvshelf.vllm.item_ids import ItemIds
 from kvshelf.vllm.metadata import LoadOp
-from kvshelf.vllm.scheduler.promise import Promise
 
 logger = logging.getLogger(__name__)
 
@@ -138,6 +141,71 @@ class Awaited:
         if self.wait is not None:
             self.wait.cancel()
         self.wait = None
+
+
+class Promise:
+    """What is promised to another engine of one prompt so far.
+
+    Only what was seen on the shelf, was handed to the workers, or waits for their room is promised,
+    all of it in one namespace. If a store fails later, the workers inform the consumer by a marker.
+
+    Attributes
+    ----------
+    attempt : str
+        Random id of this attempt at a hand-over, 32 hex digits.
+    tail : Chunk or None
+        The tail, once its store is planned.
+    """
+
+    def __init__(self) -> None:
+        self.attempt = secrets.token_hex(16)
+        self.tail: Chunk | None = None
+        self._namespace: Namespace | None = None
+        self._chunks: dict[int, Chunk] = {}
+        self._kinds: dict[Kind, set[int]] = {kind: set() for kind in KINDS}
+
+    def add(self, namespace: Namespace, kind: Kind, chunk: Chunk) -> None:
+        """Note that a kind of a chunk was seen on the shelf, or is planned to be stored.
+
+        The weights may have changed since the last one: what is in another namespace is forgotten.
+        """
+        if namespace != self._namespace:
+            self._namespace = namespace
+            self.tail = None
+            self._chunks.clear()
+            for indices in self._kinds.values():
+                indices.clear()
+        if chunk.tail:
+            self.tail = chunk
+        else:
+            self._chunks[chunk.index] = chunk
+            self._kinds[kind].add(chunk.index)
+
+    def handover(self, groups: CacheGroups, prompt: int, chunk_size: int) -> Handover | None:
+        """Return what may be promised; None if nothing may.
+
+        Parameters
+        ----------
+        groups : CacheGroups
+            The engine's.
+        prompt : int
+            Tokens of the prompt.
+        chunk_size : int
+            Tokens.
+        """
+        # Behind a state at the prompt's end, vLLM could not compute the last token once more.
+        last = (prompt - 1 if groups.hybrid else prompt) // chunk_size
+        end = groups.hit_rule(chunk_size).longest(range(1, last + 1), self._kinds)
+        tail = self.tail if end == prompt // chunk_size else None
+        if self._namespace is None or not (end or tail):
+            return None
+        return Handover(
+            self._namespace.digest,
+            end * chunk_size + (tail.tokens if tail else 0),
+            (tail or self._chunks[end - 1]).key,
+            tail.tokens if tail else 0,
+            self.attempt,
+        )
 
 
 @dataclass(slots=True, eq=False)

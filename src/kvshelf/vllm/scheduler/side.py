@@ -50,9 +50,8 @@ from kvshelf.vllm.scheduler.hits import Hits
 from kvshelf.vllm.scheduler.loads import SchedulerLoads
 from kvshelf.vllm.scheduler.lookups import LONG_QUEUE, Lookups
 from kvshelf.vllm.scheduler.periods import BlockPeriods
-from kvshelf.vllm.scheduler.promise import Promise
 from kvshelf.vllm.scheduler.read_ahead import ReadAheadPlan
-from kvshelf.vllm.scheduler.requests import RequestState
+from kvshelf.vllm.scheduler.requests import Promise, RequestState
 from kvshelf.vllm.scheduler.stores import SchedulerStores
 from kvshelf.vllm.weight_changes import READING, watch_engine
 

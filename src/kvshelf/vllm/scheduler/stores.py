@@ -1,8 +1,8 @@
 """Plans which chunks the workers store in a step, and what is promised to other engines.
 
 Owns how far the stores of each request are planned, how many chunks the workers have room for, and
-the requests that have ended and keep their blocks. :mod:`~kvshelf.vllm.scheduler.ends` knows which
-windows and states are worth their bytes.
+the requests that have ended and keep their blocks. :class:`~kvshelf.vllm.scheduler.hits.LikelyEnds`
+knows which windows and states are worth their bytes.
 
 A full chunk keeps its KV for as long as its request has the blocks. So the scheduler hands it out
 when all workers that have said so have room for it: in the step that completes it, or in a later
@@ -29,9 +29,9 @@ Contracts
   windows of which it has freed a block are not stored.
 * Of a request that hands over the tail is stored, from the step on that completes the prompt.
 * Of a request that hands over, the chunks seen on the shelf, handed out or in its backlog are
-  promised (:mod:`~kvshelf.vllm.scheduler.promise`). While a worker's storage takes no writes,
-  nothing is promised: a consumer's lookup finds what is on the shelf. A request of which nothing
-  can be promised says so, and its consumer does not wait.
+  promised (:class:`~kvshelf.vllm.scheduler.requests.Promise`). While a worker's storage takes no
+  writes, nothing is promised: a consumer's lookup finds what is on the shelf. A request of which
+  nothing can be promised says so, and its consumer does not wait.
 * While weights are compared, the scheduler drops the backlogs of requests that have ended. When the
   cache is reset, it drops all backlogs.
 * A drafter's KV is stored beside the model's (:mod:`kvshelf.vllm.scheduler.drafter`), but not that
@@ -54,9 +54,8 @@ from kvshelf.shelf.lookup import Lookup
 from kvshelf.vllm.handover import asks_for_handover, no_handover
 from kvshelf.vllm.metadata import NULL_BLOCK, Facts, RefusedStore, StepMetadata, StoreOp
 from kvshelf.vllm.scheduler.drafter import DraftScheduler
-from kvshelf.vllm.scheduler.ends import Ends
 from kvshelf.vllm.scheduler.engine import SchedulerEngine
-from kvshelf.vllm.scheduler.hits import Hits
+from kvshelf.vllm.scheduler.hits import Hits, LikelyEnds
 from kvshelf.vllm.scheduler.lookups import Lookups
 from kvshelf.vllm.scheduler.periods import BlockPeriods
 from kvshelf.vllm.scheduler.read_ahead import ReadAheadPlan
@@ -111,7 +110,7 @@ class SchedulerStores:
         self._requests, self._size = engine.requests, engine.config.chunk_size
         self._hits, self._drafter, self._lookups = hits, drafter, lookups
         self._periods, self._read_ahead = periods, read_ahead
-        self._ends = Ends(engine, hits)
+        self._ends = LikelyEnds(engine, hits)
         self.clock: Callable[[], float] = time.monotonic
         #: Requests with a backlog, the oldest backlog first.
         self._behind: dict[str, None] = {}
