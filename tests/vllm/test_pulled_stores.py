@@ -270,6 +270,15 @@ def test_reset_drops_the_backlogs_of_running_requests(side: LoneScheduler) -> No
     assert side.side.counters.snapshot()["dropped_chunks_staging_full"] == 4
 
 
+def test_reset_compares_weights_although_backlogs_cannot_be_dropped(
+    side: LoneScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(side.side.stores, "drop_backlogs", lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        side.side.reset()
+    assert side.side.engine.handshake.checking
+
+
 def test_backlog_of_a_request_that_hands_nothing_over_is_dropped_with_its_end(
     side: LoneScheduler,
 ) -> None:

@@ -142,20 +142,28 @@ class Transfers:
         sizes = {kind: len(items[kind]) * loads.chunk_bytes for kind, loads in kinds}
         ahead = {kind: loads.loading_bytes for kind, loads in self.loads.items()}
         total = sum(ahead.values()) + sum(sizes.values())
+        pieces = {
+            kind: Piece(
+                views[kind],
+                items[kind],
+                cuts=cuts * len(items[kind]) if len(cuts) == 1 else cuts,
+                at_once=at_once,
+                on_done=functools.partial(self._piece_done, load, kind),
+            )
+            for kind, _ in kinds
+        }
         # An error before this line leaves no trace. Each piece behind it ends by itself.
         with self._changed:
             self._active[request_id] = load
         for kind, loads in kinds:
-            on_done = functools.partial(self._piece_done, load, kind)
-            piece = Piece(views[kind], items[kind], at_once=at_once, on_done=on_done)
-            piece.cuts = cuts * len(piece.items) if len(cuts) == 1 else cuts
+            piece = pieces[kind]
             try:
                 loads.load(piece, total - ahead[kind] - sizes[kind])
                 load.pieces[kind] = piece
             except Exception as error:
                 # Other pieces may write to the caches already: the load ends with them.
                 logger.error("a part of a load was not started", exc_info=error)
-                on_done(Piece(views[kind], items[kind], failed_at=0, finished=True))
+                piece.on_done(Piece(views[kind], items[kind], failed_at=0, finished=True))
         return load
 
     def cancel(self, request_id: str) -> None:

@@ -268,7 +268,7 @@ class Registration:
             return False
         if self.transfers is None:
             self._start(shelf.backend)
-        elif self.drafter is not None:
+        if model.namespace is not None and self.drafter is not None:
             # Its namespace belongs to the model's.
             self.drafter.disable("the model's weights have changed")
         self.views = {kind: shelf.view(fmt.of(kind)) for kind in model.kinds}
