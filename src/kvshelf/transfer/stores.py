@@ -163,7 +163,7 @@ class Stores(TransferHalf):
         age: float = 0.0,
         wait: float = 0.0,
         promised: bool = False,
-        is_refused: bool = False,
+        may_refuse: bool = False,
         on_done: OnStored | None = None,
     ) -> StoreOutcome:
         """Gather one chunk and queue it for publishing. Step thread, unless it may wait.
@@ -185,7 +185,7 @@ class Stores(TransferHalf):
         promised : bool
             Another engine waits for the chunk: publish it before chunks that are not promised. A
             store of the same chunk that is in flight becomes promised.
-        is_refused : bool
+        may_refuse : bool
             Where there is no memory now, the caller plans the chunk again: nothing is counted or
             remembered.
         on_done : Callable, optional
@@ -228,7 +228,7 @@ class Stores(TransferHalf):
         named = self._memory.keeps
         slot = self._places.claim(item.chunk, share, deadline=until, is_named=named)
         if slot is None:
-            return self._drop(item.chunk, StoreOutcome.STAGING_FULL, is_refused)
+            return self._drop(item.chunk, StoreOutcome.STAGING_FULL, may_refuse)
         begin = time.perf_counter()
         pending: PendingCopy | None = DONE if slot.is_sealed else None
         try:
@@ -244,7 +244,7 @@ class Stores(TransferHalf):
             if pending is None:
                 self._memory.ring.release(share, [slot])
         if pending is None:
-            return self._drop(item.chunk, StoreOutcome.STAGING_FULL, is_refused)
+            return self._drop(item.chunk, StoreOutcome.STAGING_FULL, may_refuse)
         self._counters.observe("gather", time.perf_counter() - begin)
         job = _StoreJob(view, item.chunk, slot, repair, seen_at, on_done, promised, pending)
         with self._lock:
@@ -281,9 +281,9 @@ class Stores(TransferHalf):
                 self._queue.remove(job)
                 self._promised.append(job)
 
-    def _drop(self, chunk: Chunk, outcome: StoreOutcome, is_refused: bool = False) -> StoreOutcome:
+    def _drop(self, chunk: Chunk, outcome: StoreOutcome, may_refuse: bool = False) -> StoreOutcome:
         """Count and remember a chunk that is not stored, unless it is only refused."""
-        if not is_refused:
+        if not may_refuse:
             self._context.count(f"dropped_chunks_{outcome.name.lower()}")
             self.known.note_dropped(chunk.key)
         return outcome

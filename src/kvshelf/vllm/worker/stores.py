@@ -220,7 +220,7 @@ class WorkerStores:
             age=op.age,
             promised=bool(op.attempt) and (promises is not None or op.kind == DRAFT),
             # Windows and states are gone in the next step.
-            is_refused=op.kind == FULL,
+            may_refuse=op.kind == FULL,
             on_done=on_done,
         )
         refused = op.kind == FULL and outcome is StoreOutcome.STAGING_FULL
