@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -143,8 +142,7 @@ def test_hit_in_memory_waits_for_no_read_of_the_storage(
     kept, slow = stored(tmp_path, 4), stored(tmp_path, 4, 7)
     rig = start()
     rig.comes_back(kept, 100)
-    gate = threading.Event()
-    storage.add(Fault("read", f"*{slow[0].key.hex()}*", wait=gate))
+    gate = storage.hang("read", f"*{slow[0].key.hex()}*")
     few = rig.start("few", rig.items(slow, 200), at_once=1)
     # All threads that read are at its first chunk.
     until(lambda: storage.counts["open"] == (4 + 1) * OBJECTS)
@@ -177,8 +175,7 @@ def test_two_transfers_that_read_one_chunk_at_once_keep_it_once(
         other.host.close()
         other.host = rig.host
         other.begin()
-        gate = threading.Event()
-        storage.add(Fault("read", wait=gate))
+        gate = storage.hang("read")
         items = rig.items(chunks, 100)
         rig.start("r", items)
         until(lambda: storage.counts["open"] == 2)
@@ -246,8 +243,7 @@ def test_loads_that_wait_end_when_the_storage_rests_though_memory_has_something(
     kept, chunks = stored(tmp_path, 1), stored(tmp_path, 3, 7)
     rig = start()
     rig.comes_back(kept, 100)
-    gate = threading.Event()
-    storage.add(Fault("read", f"*{chunks[0].key.hex()}*", wait=gate))
+    gate = storage.hang("read", f"*{chunks[0].key.hex()}*")
     load = rig.start("few", rig.items(chunks, 200), at_once=1)
     until(lambda: storage.counts["open"] > OBJECTS)
     rig.guard.reads.trip("a test", 1000.0)

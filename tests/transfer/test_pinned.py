@@ -16,7 +16,7 @@ from kvshelf.shelf.view import NamespaceView, ObjectRef
 from kvshelf.transfer import loads
 from kvshelf.transfer.context import ChunkSlots
 from kvshelf.transfer.load import Failure, Piece
-from tests.sim.storage import Fault, FaultyStorage, LendingMemory, Loan, posix
+from tests.sim.storage import FaultyStorage, LendingMemory, Loan, posix
 from tests.support.prompts import make_chunks
 from tests.support.threads import named
 from tests.support.transfers import Rig
@@ -187,8 +187,7 @@ def test_a_loan_that_comes_late_is_given_back_unused(
     chunks = lender.put(1)
     read: list[object] = []
     monkeypatch.setattr(NamespaceView, "load", lambda *arguments: read.append(arguments))
-    hold = threading.Event()
-    lender.faults.add(Fault("pin", wait=hold))
+    hold = lender.faults.hang("pin")
     lender.lending.lends = lambda name: lent
     lender.start(chunks)
     load = lender.rig.finished()

@@ -22,7 +22,7 @@ from kvshelf.transfer.context import ChunkSlots
 from kvshelf.transfer.load import Failure, Piece
 from kvshelf.transfer.loads import Loads
 from kvshelf.transfer.transfers import default_io_threads
-from tests.sim.storage import Fault, FaultyStorage, posix
+from tests.sim.storage import FaultyStorage, posix
 from tests.support.prompts import make_chunks
 from tests.support.transfers import Rig
 from tests.support.waiting import PATIENCE, until
@@ -267,8 +267,7 @@ def test_loads_that_share_a_read_that_hangs_fail_with_it_and_later_ones_read_ane
     with closing(Rig(gate, options={"load_threads": 2})) as rig:
         chunks = make_chunks(rig.fmt, 1)
         rig.put(chunks)
-        hold = threading.Event()
-        gate.faults.add(Fault("read", f"*{chunks[0].key.hex()}-0-0of*", wait=hold, times=1))
+        hold = gate.faults.hang("read", f"*{chunks[0].key.hex()}-0-0of*", times=1)
         rig.start("r", rig.items(chunks, 20))
         shares: list[Piece] = []
         # Its own deadline is far away.
@@ -295,9 +294,8 @@ def test_a_thread_that_is_taken_for_kept_while_it_waits_is_watched_over_all_the_
         for thread in list(loading._working):
             assert not loading.on_late_call(thread.ident or 0)
         until(lambda: len(loading._working) == 3)
-        hold = threading.Event()
         gate.shut()
-        gate.faults.add(Fault("read", f"*{chunks[0].key.hex()}*", wait=hold, times=2))
+        hold = gate.faults.hang("read", f"*{chunks[0].key.hex()}*", times=2)
         rig.start("r", rig.items(chunks, 20))
         # Two threads come for an object each.
         until(lambda: len(gate.opened) == 2)

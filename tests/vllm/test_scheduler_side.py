@@ -106,8 +106,7 @@ def test_newer_lookup_that_the_storage_never_answers_takes_no_hit_away(make: Mak
     side.put(prompt(41), 2)
     request = side.known("r", prompt(41))
     side.lookup("r").as_of -= 2
-    gate = threading.Event()
-    side.faults.add(Fault("stat", wait=gate, times=1))
+    gate = side.faults.hang("stat", times=1)
     for _ in range(10):
         side.step()
         assert side.side.matched_tokens(request, 0) == 16
@@ -123,8 +122,7 @@ def test_a_preempted_request_is_answered_by_what_it_had_until_it_is_looked_up_an
     side.put(tokens, 2)
     request = side.known("r", tokens)
     side.step({"r": (0, 41)}, new=("r",))
-    gate = threading.Event()
-    side.faults.add(Fault("stat", wait=gate))
+    gate = side.faults.hang("stat")
     request.num_preemptions = 1
     for _ in range(3):
         # With the chunks that were to be stored, of which none is there.
@@ -172,8 +170,7 @@ def test_what_vllm_would_not_use_is_not_offered_held_or_counted_but_stored(
 
     side = make(change=change, memory=1 << 20)
     side.put(prompt(40), 3)
-    gate = threading.Event()
-    side.faults.add(Fault("stat", wait=gate))
+    gate = side.faults.hang("stat")
     request = Request("r", prompt(40), skip_reading_prefix_cache=why == "the request")
     side.side.new_request(request)
     for _ in range(3):
@@ -327,8 +324,7 @@ def test_requests_are_not_looked_up_while_the_breaker_of_the_scheduler_is_open(
 def test_a_look_up_that_hangs_is_made_again_for_the_keys(make: Make) -> None:
     side = make(deadlines={"probe": 0.3})
     side.put(prompt(40))
-    gate = threading.Event()
-    side.faults.add(Fault("stat", wait=gate, times=1))
+    gate = side.faults.hang("stat", times=1)
     request = Request("r", prompt(40, 1))
     assert side.ask(request) == 0
     # vLLM asks again for a request that it could not admit.
@@ -495,8 +491,7 @@ def test_a_request_whose_tokens_vllm_has_waits_for_no_look_up(
 
 def _hold_lookups(side: LoneScheduler, *requests: Request) -> tuple[threading.Event, list[float]]:
     """Submit requests whose lookups wait for an event; return it, and how long steps wait."""
-    gate = threading.Event()
-    side.faults.add(Fault("stat", wait=gate))
+    gate = side.faults.hang("stat")
     waits: list[float] = []
     for request in requests:
         side.side.new_request(request)
