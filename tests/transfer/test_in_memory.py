@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 
@@ -31,8 +31,11 @@ def storage(tmp_path: Path) -> FaultyStorage:
     return FaultyStorage(posix(tmp_path / "shelf"))
 
 
+StartRig: TypeAlias = Callable[..., Rig]
+
+
 @pytest.fixture
-def start(storage: FaultyStorage) -> Iterator[Callable[..., Rig]]:
+def start(storage: FaultyStorage) -> Iterator[StartRig]:
     rigs: list[Rig] = []
 
     def make(**options: Any) -> Rig:
@@ -58,7 +61,7 @@ def break_reads(storage: FaultyStorage) -> None:
 
 
 def test_chunk_that_was_loaded_once_is_loaded_from_memory(
-    start: Callable[..., Rig], storage: FaultyStorage, tmp_path: Path
+    start: StartRig, storage: FaultyStorage, tmp_path: Path
 ) -> None:
     chunks, rig = stored(tmp_path, 4), start()
     rig.comes_back(chunks, 100)
@@ -71,7 +74,7 @@ def test_chunk_that_was_loaded_once_is_loaded_from_memory(
 
 
 def test_chunk_that_was_stored_is_loaded_from_memory(
-    start: Callable[..., Rig], storage: FaultyStorage
+    start: StartRig, storage: FaultyStorage
 ) -> None:
     rig = start()
     chunks = make_chunks(FMT, 3)
@@ -81,7 +84,7 @@ def test_chunk_that_was_stored_is_loaded_from_memory(
 
 
 def test_chunk_that_another_engine_had_stored_is_not_kept_by_a_store(
-    start: Callable[..., Rig], tmp_path: Path
+    start: StartRig, tmp_path: Path
 ) -> None:
     chunks, rig = stored(tmp_path, 2), start()
     rig.put(chunks)
@@ -89,7 +92,7 @@ def test_chunk_that_another_engine_had_stored_is_not_kept_by_a_store(
 
 
 def test_chunk_in_memory_is_stored_again_without_a_gather(
-    start: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+    start: StartRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rig = start()
     chunks = make_chunks(FMT, 2)
@@ -110,7 +113,7 @@ def test_chunk_in_memory_is_stored_again_without_a_gather(
 
 
 def test_nothing_stays_in_memory_without_keeps(
-    start: Callable[..., Rig], storage: FaultyStorage, tmp_path: Path
+    start: StartRig, storage: FaultyStorage, tmp_path: Path
 ) -> None:
     chunks, rig = stored(tmp_path, 2), start(keeps=False)
     for first_block in (100, 200):
@@ -120,7 +123,7 @@ def test_nothing_stays_in_memory_without_keeps(
 
 
 def test_chunk_that_left_memory_is_loaded_from_the_disk_tier_and_kept_again(
-    start: Callable[..., Rig], storage: FaultyStorage, tmp_path: Path
+    start: StartRig, storage: FaultyStorage, tmp_path: Path
 ) -> None:
     chunks = stored(tmp_path, 4)
     disk = DiskTier(tmp_path / "disk", 1 << 30)
@@ -137,7 +140,7 @@ def test_chunk_that_left_memory_is_loaded_from_the_disk_tier_and_kept_again(
 
 
 def test_hit_in_memory_waits_for_no_read_of_the_storage(
-    start: Callable[..., Rig], storage: FaultyStorage, tmp_path: Path
+    start: StartRig, storage: FaultyStorage, tmp_path: Path
 ) -> None:
     kept, slow = stored(tmp_path, 4), stored(tmp_path, 4, 7)
     rig = start()
@@ -156,7 +159,7 @@ def test_hit_in_memory_waits_for_no_read_of_the_storage(
 
 
 def test_hit_in_memory_is_loaded_while_the_storage_is_not_available(
-    start: Callable[..., Rig], tmp_path: Path
+    start: StartRig, tmp_path: Path
 ) -> None:
     kept, others = stored(tmp_path, 2), stored(tmp_path, 2, 7)
     rig = start()
@@ -167,7 +170,7 @@ def test_hit_in_memory_is_loaded_while_the_storage_is_not_available(
 
 
 def test_two_transfers_that_read_one_chunk_at_once_keep_it_once(
-    start: Callable[..., Rig], storage: FaultyStorage, tmp_path: Path
+    start: StartRig, storage: FaultyStorage, tmp_path: Path
 ) -> None:
     chunks, rig = stored(tmp_path, 3), start()
     with closing(Rig(posix(tmp_path / "shelf"), fmt=FMT, blocks=400)) as other:
@@ -188,10 +191,7 @@ def test_two_transfers_that_read_one_chunk_at_once_keep_it_once(
 
 
 def test_chunk_that_comes_into_memory_while_it_is_begun_is_not_read_over(
-    start: Callable[..., Rig],
-    storage: FaultyStorage,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    start: StartRig, storage: FaultyStorage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (chunk,), rig = stored(tmp_path, 1), start()
     places, (item,) = rig.context.places, rig.items([chunk], 0)
@@ -218,7 +218,7 @@ def test_chunk_that_comes_into_memory_while_it_is_begun_is_not_read_over(
 
 
 def test_load_behind_chunks_in_memory_announces_few_of_these(
-    start: Callable[..., Rig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    start: StartRig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chunks, rig = stored(tmp_path, 80), start(memory_chunks=160)
     rig.comes_back(chunks[:60], 0)
@@ -231,14 +231,14 @@ def test_load_behind_chunks_in_memory_announces_few_of_these(
 
 
 def test_chunk_that_a_load_wants_twice_is_loaded_into_both_places(
-    start: Callable[..., Rig], tmp_path: Path
+    start: StartRig, tmp_path: Path
 ) -> None:
     chunks, rig = stored(tmp_path, 2), start(keeps=False)
     rig.comes_back([chunks[0], chunks[1], chunks[0]], 100)
 
 
 def test_loads_that_wait_end_when_the_storage_rests_though_memory_has_something(
-    start: Callable[..., Rig], storage: FaultyStorage, tmp_path: Path
+    start: StartRig, storage: FaultyStorage, tmp_path: Path
 ) -> None:
     kept, chunks = stored(tmp_path, 1), stored(tmp_path, 3, 7)
     rig = start()
@@ -253,7 +253,7 @@ def test_loads_that_wait_end_when_the_storage_rests_though_memory_has_something(
 
 
 def test_kinds_that_share_a_memory_have_a_spare_slot_for_each_thread_and_shares_of_their_own(
-    start: Callable[..., Rig], tmp_path: Path
+    start: StartRig, tmp_path: Path
 ) -> None:
     rig = start(keeps=False, memory_chunks=40)
     other = rig.host.serve("another kind", 3, rig.slot_bytes)
