@@ -1076,9 +1076,7 @@ def test_thread_of_an_adapter_outlives_an_error() -> None:
     threads.close()
 
 
-def test_shutdown_waits_for_stores_and_then_touches_nothing(
-    channel: ScriptedChannel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_shutdown_waits_for_stores_and_then_touches_nothing(channel: ScriptedChannel) -> None:
     engine = Engine(caches(1), channel)
     channel.holding = ("Store",)
     engine.worker.submit_store_request("a", op("tokens", range(PER_CHUNK), 1), None)

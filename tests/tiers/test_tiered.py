@@ -419,7 +419,6 @@ def test_an_object_is_queued_once_and_can_be_removed_from_the_queue(
 def test_a_tier_that_cannot_be_opened_is_used_when_it_can(
     remote: FaultyStorage,
     start: StartMachine,
-    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:

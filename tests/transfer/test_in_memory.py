@@ -253,7 +253,7 @@ def test_loads_that_wait_end_when_the_storage_rests_though_memory_has_something(
 
 
 def test_kinds_that_share_a_memory_have_a_spare_slot_for_each_thread_and_shares_of_their_own(
-    start: StartRig, tmp_path: Path
+    start: StartRig,
 ) -> None:
     rig = start(keeps=False, memory_chunks=40)
     other = rig.host.serve("another kind", 3, rig.slot_bytes)

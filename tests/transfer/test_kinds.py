@@ -65,7 +65,7 @@ def test_what_was_stored_of_all_kinds_comes_back(
 
 
 def test_a_load_that_failed_is_reported_when_nothing_is_written_for_it_any_more(
-    kinds: ByteTransfers, backend: FaultyStorage, wanted: dict[Kind, list[Chunk]]
+    kinds: ByteTransfers, wanted: dict[Kind, list[Chunk]]
 ) -> None:
     kinds.put(wanted)
     (state,) = wanted[STATE]
@@ -90,9 +90,7 @@ def test_a_load_that_failed_is_reported_when_nothing_is_written_for_it_any_more(
     assert written == sum(bool(place.loaded) for place in bytes_of(items))
 
 
-def test_other_parts_are_not_read_on_after_one_has_failed(
-    backend: FaultyStorage, tmp_path: Path
-) -> None:
+def test_other_parts_are_not_read_on_after_one_has_failed(backend: FaultyStorage) -> None:
     chunks = make_chunks(FMT, 6)
     wanted: dict[Kind, list[Chunk]] = {FULL: chunks, STATE: chunks[5:]}
     with closing(ByteTransfers(backend, {FULL: 1, STATE: 2})) as kinds:

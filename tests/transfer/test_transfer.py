@@ -471,9 +471,7 @@ def test_beside_a_load_with_such_a_bound_no_other_is_read(backend: FaultyStorage
         assert all(piece.failed_at is None for piece in rig.all_ended(2).values())
 
 
-def test_stores_that_hang_are_given_up_and_loads_go_on(
-    backend: FaultyStorage, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_stores_that_hang_are_given_up_and_loads_go_on(backend: FaultyStorage) -> None:
     with closing(Rig(backend, backoff=Backoff(1000.0, 1000.0))) as rig:
         stored = make_chunks(rig.fmt, 2)
         rig.put(stored)

@@ -451,7 +451,7 @@ def test_load_that_joins_an_early_one_has_the_memory_that_early_loads_lack(gate:
         rig.host.ring.release(rig.context.shares.ahead, [held])
 
 
-def test_load_has_time_for_the_bytes_of_other_kinds_before_it(rig: Rig, gate: Gate) -> None:
+def test_load_has_time_for_the_bytes_of_other_kinds_before_it(rig: Rig) -> None:
     chunks = make_chunks(rig.fmt, 1)
     rig.put(chunks)
     ended: list[Piece] = []
@@ -462,7 +462,7 @@ def test_load_has_time_for_the_bytes_of_other_kinds_before_it(rig: Rig, gate: Ga
     assert ahead.deadline > alone.deadline + 60.0
 
 
-def test_early_loads_of_a_storage_at_rest_are_no_trouble(rig: Rig, gate: Gate) -> None:
+def test_early_loads_of_a_storage_at_rest_are_no_trouble(rig: Rig) -> None:
     chunks = make_chunks(rig.fmt, 2)
     rig.put(chunks)
     rig.guard.reads.trip("broken", 1000.0)

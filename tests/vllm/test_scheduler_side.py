@@ -238,9 +238,7 @@ def test_tail_that_is_handed_over_is_loaded_behind_all_that_vllm_has(
 # ------------------------------------------------------------------------- failed loads
 
 
-def test_a_hole_is_stored_though_it_is_long_until_it_is_computed(
-    side: LoneScheduler, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hole_is_stored_though_it_is_long_until_it_is_computed(side: LoneScheduler) -> None:
     side.put(prompt(40))
     request = Request("r", prompt(40))
     side.ask(request)
