@@ -20,8 +20,7 @@ from kvshelf import pages
 from kvshelf.errors import ConfigError, UnsupportedError
 from kvshelf.memory.arena import Arena
 from tests.native.fake_cudart import fake_cudart
-from tests.support.memory import sealed_memory
-from tests.support.memory import resident
+from tests.support.memory import resident, sealed_memory
 
 MIB = 1 << 20
 

@@ -164,11 +164,9 @@ def test_hit_that_vllm_does_not_take_is_not_loaded(side: LoneScheduler) -> None:
 def test_what_vllm_would_not_use_is_not_offered_held_or_counted_but_stored(
     make: Make, why: str
 ) -> None:
-    def change(config: SimpleNamespace) -> None:
-        # As in vllm/config/aux_output.py.
-        config.aux_output_config = SimpleNamespace(enabled=why == "the engine")
-
-    side = make(change=change, memory=1 << 20)
+    # As in vllm/config/aux_output.py.
+    aux_output = SimpleNamespace(enabled=why == "the engine")
+    side = make(change=_set("aux_output_config", aux_output), memory=1 << 20)
     side.put(prompt(40), 3)
     gate = side.faults.hang("stat")
     request = Request("r", prompt(40), skip_reading_prefix_cache=why == "the request")
@@ -271,10 +269,7 @@ def test_answer_that_is_older_than_a_failure_ends_before_it(
 def test_idle_steps_after_a_forward_pass_are_not_a_pause(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def change(config: Any) -> None:
-        config.parallel_config.pipeline_parallel_size = 4
-
-    side = make(change=change)
+    side = make(change=_set("parallel_config.pipeline_parallel_size", 4))
     side.put(prompt(40))
     request = side.known("r", prompt(40))
     side.step({"s": (0, 1000)}, new=("s",))
@@ -606,10 +601,7 @@ def test_an_image_by_an_id_that_a_client_may_have_chosen_needs_a_salt(
 def test_encoders_in_other_engines_know_images_by_ids_without_marks(
     make: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def change(config: SimpleNamespace) -> None:
-        config.ec_transfer_config = SimpleNamespace()
-
-    side = make(change=change)
+    side = make(change=_set("ec_transfer_config", SimpleNamespace()))
     tokens = prompt(24)
     side.put(tokens, items=[MultimodalItem("cat", 3, 4)])
     assert side.ask(Request("r", tokens, mm_features=[image("cat", 3, 4)])) == 0
@@ -619,9 +611,7 @@ def test_encoders_in_other_engines_know_images_by_ids_without_marks(
 def test_what_is_admitted_behind_another_connector_s_load_waits_if_it_shares_its_blocks(
     make: Make,
 ) -> None:
-    side = make(
-        change=lambda config: setattr(config.scheduler_config, "async_scheduling", True),
-    )
+    side = make(change=_set("scheduler_config.async_scheduling", True))
     requests = {name: Request(name, prompt(80, n)) for n, name in enumerate("ars")}
     for request in requests.values():
         side.ask(request)
@@ -1210,10 +1200,6 @@ def test_look_ups_that_could_not_start_are_started_later(
 # ------------------------------------------------------------------------- images as a whole
 
 
-def _whole_items(config: SimpleNamespace) -> None:
-    config.model_config.is_mm_prefix_lm = True
-
-
 @pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize(
     ("images", "stored", "expected"),
@@ -1229,7 +1215,7 @@ def _whole_items(config: SimpleNamespace) -> None:
 def test_no_hit_ends_within_an_image_that_is_computed_as_a_whole(
     make: Make, whole: bool, images: list[tuple[int, int]], stored: int, expected: int
 ) -> None:
-    side = make(change=_whole_items if whole else lambda config: None)
+    side = make(change=_set("model_config.is_mm_prefix_lm", whole))
     features = [image(str(offset), offset, length) for offset, length in images]
     items = [MultimodalItem(str(offset), offset, length) for offset, length in images]
     side.put(prompt(41), stored, items=items)
@@ -1243,7 +1229,7 @@ def test_no_hit_ends_within_an_image_that_is_computed_as_a_whole(
 def test_what_follows_the_beginning_of_a_divided_image_is_not_stored(
     make: Make, whole: bool, doubtful: bool, images: list[tuple[int, int]]
 ) -> None:
-    side = make(change=_whole_items if whole else lambda config: None)
+    side = make(change=_set("model_config.is_mm_prefix_lm", whole))
     features = [image(str(offset), offset, length) for offset, length in images]
     request = Request("r", prompt(41), mm_features=features)
     assert side.ask(request) == 0

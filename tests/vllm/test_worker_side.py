@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -73,6 +73,24 @@ def _cache(make: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., None]:
     return change
 
 
+@contextlib.contextmanager
+def registering(
+    backend: FaultyStorage, change: Callable[..., None] = lambda *_: None, **options: Any
+) -> Iterator[Callable[[], SharedStorageConnector]]:
+    """Make a connector; register its caches, which were changed, when the test asks for it."""
+    config, caches = make_config(backend.url, blocks=8, **options), make_caches(8, BLOCK)
+    bind(config, caches)
+    change(config, caches)
+    made = SharedStorageConnector(config, KVConnectorRole.WORKER, make_groups(config))
+
+    def register() -> SharedStorageConnector:
+        made.register_kv_caches(caches)
+        return made
+
+    yield register
+    made.shutdown()
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -85,14 +103,8 @@ def _cache(make: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., None]:
 def test_caches_that_cannot_be_served_stop_the_start(
     backend: FaultyStorage, change: Callable[..., None], message: str
 ) -> None:
-    config = make_config(backend.url, blocks=8)
-    caches = make_caches(8, BLOCK)
-    bind(config, caches)
-    change(config, caches)
-    made = SharedStorageConnector(config, KVConnectorRole.WORKER, make_groups(config))
-    with pytest.raises(UnsupportedError, match=message):
-        made.register_kv_caches(caches)
-    made.shutdown()
+    with registering(backend, change) as register, pytest.raises(UnsupportedError, match=message):
+        register()
 
 
 @pytest.mark.parametrize(
@@ -107,16 +119,10 @@ def test_caches_that_cannot_be_served_stop_the_start(
 def test_caches_of_which_nothing_can_be_learned_are_opaque(
     backend: FaultyStorage, change: Callable[..., None]
 ) -> None:
-    config = make_config(backend.url, blocks=8)
-    caches = make_caches(8, BLOCK)
-    bind(config, caches)
-    change(config, caches)
-    made = SharedStorageConnector(config, KVConnectorRole.WORKER, make_groups(config))
-    made.register_kv_caches(caches)
-    meta = made.build_connector_worker_meta()
+    with registering(backend, change) as register:
+        meta = register().build_connector_worker_meta()
     assert isinstance(meta, WorkerMetadata)
     assert all(layout.startswith("opaque-") for layout in meta.reports[0].layouts)
-    made.shutdown()
 
 
 def test_a_layer_that_vllm_does_not_know_stops_the_start(backend: FaultyStorage) -> None:
@@ -141,13 +147,9 @@ def test_a_layer_that_vllm_does_not_know_stops_the_start(backend: FaultyStorage)
 def test_configurations_that_do_not_fit_the_model_stop_the_start(
     backend: FaultyStorage, options: dict[str, Any], message: str, weights: str
 ) -> None:
-    config = make_config(backend.url, blocks=8, weights=weights, **{"chunk_size": 8, **options})
-    caches = make_caches(8, BLOCK)
-    bind(config, caches)
-    made = SharedStorageConnector(config, KVConnectorRole.WORKER, make_groups(config))
-    with pytest.raises(ConfigError, match=message):
-        made.register_kv_caches(caches)
-    made.shutdown()
+    options = {"chunk_size": 8, "weights": weights, **options}
+    with registering(backend, **options) as register, pytest.raises(ConfigError, match=message):
+        register()
 
 
 def test_report_names_how_the_model_scales_queries(make_worker: MakeWorker) -> None:
