@@ -48,6 +48,11 @@ def start(storage: FaultyStorage) -> Iterator[StartRig]:
         rig.close()
 
 
+@pytest.fixture
+def rig(start: StartRig) -> Rig:
+    return start()
+
+
 def stored(root: Path, count: int, seed: int = 0) -> list[Chunk]:
     """Chunks that another engine has stored."""
     chunks = make_chunks(FMT, count, seed)
@@ -61,9 +66,9 @@ def break_reads(storage: FaultyStorage) -> None:
 
 
 def test_chunk_that_was_loaded_once_is_loaded_from_memory(
-    start: StartRig, storage: FaultyStorage, tmp_path: Path
+    rig: Rig, storage: FaultyStorage, tmp_path: Path
 ) -> None:
-    chunks, rig = stored(tmp_path, 4), start()
+    chunks = stored(tmp_path, 4)
     rig.comes_back(chunks, 100)
     assert storage.counts["open"] == 4 * OBJECTS
     break_reads(storage)
@@ -73,10 +78,7 @@ def test_chunk_that_was_loaded_once_is_loaded_from_memory(
     assert rig.count("memory_tier_stored_objects") == 4 * OBJECTS
 
 
-def test_chunk_that_was_stored_is_loaded_from_memory(
-    start: StartRig, storage: FaultyStorage
-) -> None:
-    rig = start()
+def test_chunk_that_was_stored_is_loaded_from_memory(rig: Rig, storage: FaultyStorage) -> None:
     chunks = make_chunks(FMT, 3)
     rig.put(chunks)
     break_reads(storage)
@@ -84,17 +86,16 @@ def test_chunk_that_was_stored_is_loaded_from_memory(
 
 
 def test_chunk_that_another_engine_had_stored_is_not_kept_by_a_store(
-    start: StartRig, tmp_path: Path
+    rig: Rig, tmp_path: Path
 ) -> None:
-    chunks, rig = stored(tmp_path, 2), start()
+    chunks = stored(tmp_path, 2)
     rig.put(chunks)
     assert rig.context.places.leading(chunks) == 0
 
 
 def test_chunk_in_memory_is_stored_again_without_a_gather(
-    start: StartRig, monkeypatch: pytest.MonkeyPatch
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rig = start()
     chunks = make_chunks(FMT, 2)
     rig.put(chunks)
     for chunk in chunks:
@@ -140,10 +141,9 @@ def test_chunk_that_left_memory_is_loaded_from_the_disk_tier_and_kept_again(
 
 
 def test_hit_in_memory_waits_for_no_read_of_the_storage(
-    start: StartRig, storage: FaultyStorage, tmp_path: Path
+    rig: Rig, storage: FaultyStorage, tmp_path: Path
 ) -> None:
     kept, slow = stored(tmp_path, 4), stored(tmp_path, 4, 7)
-    rig = start()
     rig.comes_back(kept, 100)
     gate = storage.hang("read", f"*{slow[0].key.hex()}*")
     few = rig.start("few", rig.items(slow, 200), at_once=1)
@@ -159,10 +159,9 @@ def test_hit_in_memory_waits_for_no_read_of_the_storage(
 
 
 def test_hit_in_memory_is_loaded_while_the_storage_is_not_available(
-    start: StartRig, tmp_path: Path
+    rig: Rig, tmp_path: Path
 ) -> None:
     kept, others = stored(tmp_path, 2), stored(tmp_path, 2, 7)
-    rig = start()
     rig.comes_back(kept, 100)
     rig.guard.reads.trip("a test", 1000.0)
     rig.comes_back(kept, 200)
@@ -170,9 +169,9 @@ def test_hit_in_memory_is_loaded_while_the_storage_is_not_available(
 
 
 def test_two_transfers_that_read_one_chunk_at_once_keep_it_once(
-    start: StartRig, storage: FaultyStorage, tmp_path: Path
+    rig: Rig, storage: FaultyStorage, tmp_path: Path
 ) -> None:
-    chunks, rig = stored(tmp_path, 3), start()
+    chunks = stored(tmp_path, 3)
     with closing(Rig(posix(tmp_path / "shelf"), fmt=FMT, blocks=400)) as other:
         other.transfer.close()
         other.host.close()
@@ -191,9 +190,9 @@ def test_two_transfers_that_read_one_chunk_at_once_keep_it_once(
 
 
 def test_chunk_that_comes_into_memory_while_it_is_begun_is_not_read_over(
-    start: StartRig, storage: FaultyStorage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    rig: Rig, storage: FaultyStorage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (chunk,), rig = stored(tmp_path, 1), start()
+    (chunk,) = stored(tmp_path, 1)
     places, (item,) = rig.context.places, rig.items([chunk], 0)
     rig.fill(item)
 
@@ -238,10 +237,9 @@ def test_chunk_that_a_load_wants_twice_is_loaded_into_both_places(
 
 
 def test_loads_that_wait_end_when_the_storage_rests_though_memory_has_something(
-    start: StartRig, storage: FaultyStorage, tmp_path: Path
+    rig: Rig, storage: FaultyStorage, tmp_path: Path
 ) -> None:
     kept, chunks = stored(tmp_path, 1), stored(tmp_path, 3, 7)
-    rig = start()
     rig.comes_back(kept, 100)
     gate = storage.hang("read", f"*{chunks[0].key.hex()}*")
     load = rig.start("few", rig.items(chunks, 200), at_once=1)

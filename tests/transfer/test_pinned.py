@@ -81,9 +81,10 @@ def lender(tmp_path: Path) -> Iterator[Lender]:
 
 
 def test_lent_objects_are_loaded_where_they_lie_while_no_slot_is_free(
-    lender: Lender, monkeypatch: pytest.MonkeyPatch
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loads, "_ANNOUNCED", 4)
+    lender: Lender = request.getfixturevalue("lender")
     rig, step, announced = lender.rig, threading.current_thread(), lender.lending.expect
     by_step: list[str] = []
 

@@ -74,6 +74,11 @@ def start(backend: FaultyStorage) -> Iterator[Start]:
         engine.close()
 
 
+@pytest.fixture
+def engine(start: Start) -> EngineModel:
+    return start()
+
+
 class Conversation:
     """Requests that are computed, handed over, loaded, aborted and preempted, as often as asked."""
 
@@ -289,9 +294,8 @@ def test_an_error_at_the_end_keeps_nothing_open(
 
 
 def test_a_load_that_cannot_be_planned_is_reported_as_failed(
-    start: Start, monkeypatch: pytest.MonkeyPatch
+    engine: EngineModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = start()
     prompts = fill(engine)
     monkeypatch.setattr(ReadAheadPlan, "loading", _fail)
     engine.add("r", prompts[0])
@@ -305,9 +309,8 @@ def _fail(*_: object, **__: object) -> float:
 
 
 def test_what_was_finished_before_an_error_is_reported_after_it(
-    start: Start, monkeypatch: pytest.MonkeyPatch
+    engine: EngineModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = start()
     prompts = fill(engine)
     side = engine.worker.side
     add, failed = side.counters.add, []
@@ -329,9 +332,8 @@ def test_what_was_finished_before_an_error_is_reported_after_it(
 
 @pytest.mark.parametrize("lost", ["by an error in its step", "on its way"])
 def test_why_a_worker_is_disabled_reaches_the_scheduler_when_its_first_report_is_lost(
-    start: Start, monkeypatch: pytest.MonkeyPatch, lost: str
+    engine: EngineModel, monkeypatch: pytest.MonkeyPatch, lost: str
 ) -> None:
-    engine = start()
     fill(engine)
     engine.worker.side.registration.model.disable("the caches are gone")
     with monkeypatch.context() as patch:
@@ -347,9 +349,8 @@ def test_why_a_worker_is_disabled_reaches_the_scheduler_when_its_first_report_is
 
 
 def test_error_at_the_end_of_a_request_leaves_out_no_component(
-    start: Start, monkeypatch: pytest.MonkeyPatch
+    engine: EngineModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = start()
     prompts, side, called = fill(engine), engine.side, []
 
     def fail(component: object) -> None:

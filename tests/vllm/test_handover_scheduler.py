@@ -171,8 +171,7 @@ def test_a_whole_prompt_is_promised_and_stored(
     assert consumer.loaded("r") == length
 
 
-def test_promise_of_earlier_weights_is_forgotten(start: Start) -> None:
-    engine = start()
+def test_promise_of_earlier_weights_is_forgotten(engine: EngineModel) -> None:
     record = engine.format.namespace.record
     old, new = (Namespace(record | {"weights": f"user:{name}"}) for name in ("old", "new"))
     promise = Promise()
@@ -183,8 +182,7 @@ def test_promise_of_earlier_weights_is_forgotten(start: Start) -> None:
     assert promise.handover(engine.side.engine.groups, 4 * CHUNK, CHUNK) is None
 
 
-def test_while_a_rank_can_write_nothing_nothing_is_promised(start: Start) -> None:
-    engine = start()
+def test_while_a_rank_can_write_nothing_nothing_is_promised(engine: EngineModel) -> None:
     sides.tell(side_of(engine), writes_refused=True)
     engine.add("other", prompt(203, seed=1), answer=1, transfer=ASKED)
     engine.finish()
@@ -259,10 +257,6 @@ def awaited_of(engine: EngineModel, name: str = "r") -> Awaited:
     awaited = sides.awaited_of(side_of(engine), name)
     assert awaited is not None
     return awaited
-
-
-def assert_nothing_is_left(engine: EngineModel) -> None:
-    assert not sides.waits_for_objects(side_of(engine))
 
 
 @pytest.mark.parametrize(("wanted", "expected"), [(3, 3), (1000, 30), (None, 30)])
@@ -483,7 +477,7 @@ def test_other_weights_end_the_wait(waiting: Waiting) -> None:
     engine.finish()
     assert engine.loaded("r") == 0
     assert counts(engine) == {"other_namespace": 1}
-    assert_nothing_is_left(engine)
+    assert not sides.waits_for_objects(side_of(engine))
 
 
 @pytest.mark.parametrize("number", [0, 1])
