@@ -562,8 +562,7 @@ def test_a_storage_that_hangs_ends_nothing_but_the_hit(make: Make, backend: Faul
     cache = make(timeout_s=0.2)
     tokens = prompt(3 * CHUNK)
     put(cache, tokens, timeout=PATIENCE)
-    gate = threading.Event()
-    backend.add(Fault("*", wait=gate))
+    gate = backend.hang("*")
     try:
         held = as_blob(nothing(len(tokens)))
         assert not cache.retrieve(tokens, **held.arguments).any()

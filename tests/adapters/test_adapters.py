@@ -235,6 +235,10 @@ def op(mode: str, ids: Sequence[int], chunks: int, seed: int = 0, first: int = 0
     return LoadStoreOp(list(ids), block_hashes=blocks)
 
 
+#: The whole of one chunk.
+WORK = op("tokens", range(PER_CHUNK), 1)
+
+
 def asked(mode: str, chunks: int, seed: int = 0) -> dict[str, Any]:
     if mode == "tokens":
         return {"token_ids": prompt(chunks * CHUNK, seed)}
@@ -542,14 +546,13 @@ def test_what_is_held_is_forgotten_with_its_leases(
 
 @any_identity
 def test_identity_separates_prompts(identity: PromptIdentity, engine: Engine) -> None:
-    work = op("tokens", range(PER_CHUNK), 1)
-    engine.worker.submit_store_request("s", work, None, identity=identity)
+    engine.worker.submit_store_request("s", WORK, None, identity=identity)
     engine.stored("s")
     assert engine.hit("a", token_ids=prompt(CHUNK)) == 0
     assert engine.hit("b", token_ids=prompt(CHUNK), identity=identity) == CHUNK
-    engine.worker.batched_submit_retrieve_requests(["a", "b"], [work, work])
+    engine.worker.batched_submit_retrieve_requests(["a", "b"], [WORK, WORK])
     assert engine.loaded("a", "b") == set(range(PER_CHUNK))
-    engine.worker.batched_submit_retrieve_requests(["c"], [work], identities=[identity])
+    engine.worker.batched_submit_retrieve_requests(["c"], [WORK], identities=[identity])
     assert engine.loaded("c") == set()
     engine.scheduler.end_session("b")
 
@@ -647,10 +650,9 @@ def test_kv_is_copied_before_a_store_returns(make_engine: Make) -> None:
 
 def test_a_load_waits_for_its_event(make_engine: Make) -> None:
     one, other = make_engine(seed=1), make_engine()
-    work = op("tokens", range(PER_CHUNK), 1)
-    one.store("a", work)
+    one.store("a", WORK)
     event = Event()
-    other.worker.submit_retrieve_request("a", work, event)
+    other.worker.submit_retrieve_request("a", WORK, event)
     assert other.worker.get_finished(set()) == (set(), set())
     assert not other.blocks(range(PER_CHUNK)).any()
     event.passed.set()
@@ -736,19 +738,17 @@ def test_memory_through_which_a_gpu_stores_and_loads_is_page_locked(
 def test_a_device_that_failed_neither_stores_nor_loads(
     streams: SimulatedStreams, engine: Engine
 ) -> None:
-    work = op("tokens", range(PER_CHUNK), 1)
     streams.fail()
-    engine.worker.submit_store_request("a", work, None)
-    engine.worker.submit_retrieve_request("a", work, None)
+    engine.worker.submit_store_request("a", WORK, None)
+    engine.worker.submit_retrieve_request("a", WORK, None)
     engine.stored_and_loaded("a")
     assert engine.worker.get_block_ids_with_load_errors() == set(range(PER_CHUNK))
 
 
 def test_a_failed_store_ends(channel: ScriptedChannel, engine: Engine) -> None:
-    work = op("tokens", range(PER_CHUNK), 1)
-    engine.store("probe", work)
+    engine.store("probe", WORK)
     channel.refuses = {store.name for store in channel.stores}
-    engine.store("a", work)
+    engine.store("a", WORK)
 
 
 @pytest.mark.parametrize("where", ["gather", "wait", "seal"])
@@ -817,11 +817,10 @@ def test_a_server_that_hangs_ends_nothing_but_its_own_operations(
     channel: ScriptedChannel, make_engine: Make
 ) -> None:
     engine = make_engine(seed=1, timeout_s=0.2)
-    work = op("tokens", range(PER_CHUNK), 1)
-    make_engine(seed=1).store("before", work)
+    make_engine(seed=1).store("before", WORK)
     channel.holding = ("Store", "Fetch")
-    engine.worker.submit_store_request("one", work, None)
-    engine.worker.submit_retrieve_request("one", work, None)
+    engine.worker.submit_store_request("one", WORK, None)
+    engine.worker.submit_retrieve_request("one", WORK, None)
     until(lambda: len(channel.held) == 2 * engine.worker.fmt.shards)
     engine.stored_and_loaded("one")
     assert engine.worker.get_block_ids_with_load_errors() == set(range(PER_CHUNK))
@@ -858,10 +857,9 @@ def test_missing_chunks_are_load_errors(channel: ScriptedChannel, engine: Engine
 
 
 def test_a_lease_that_expired_is_a_load_error(channel: ScriptedChannel, engine: Engine) -> None:
-    work = op("tokens", range(PER_CHUNK), 1)
-    engine.store("s", work)
+    engine.store("s", WORK)
     event = Event()
-    engine.worker.submit_retrieve_request("a", work, event)
+    engine.worker.submit_retrieve_request("a", WORK, event)
     until(lambda: bool(channel.loans))
     for loan in channel.loans:
         loan.good = False
@@ -1076,9 +1074,7 @@ def test_thread_of_an_adapter_outlives_an_error() -> None:
     threads.close()
 
 
-def test_shutdown_waits_for_stores_and_then_touches_nothing(
-    channel: ScriptedChannel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_shutdown_waits_for_stores_and_then_touches_nothing(channel: ScriptedChannel) -> None:
     engine = Engine(caches(1), channel)
     channel.holding = ("Store",)
     engine.worker.submit_store_request("a", op("tokens", range(PER_CHUNK), 1), None)

@@ -337,7 +337,7 @@ def test_a_mount_that_does_not_answer_is_found_without_asking_it(
 
 
 def test_measuring_ends_soon_where_a_probe_takes_long(
-    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     with mounted(tmp_path_factory.mktemp("slow")) as mount:
         mount.add("getattr", "shelf/.*", seconds=0.05)

@@ -220,9 +220,8 @@ def test_calls_that_are_late_for_want_of_files_open_no_breaker(
 @pytest.mark.parametrize("has_worked", [True, False])
 def test_trial_repeats_first_what_worked_before_or_a_listing(rig: Rig, has_worked: bool) -> None:
     """The call that failed may be the only one that does, or hang for ever."""
-    gate = threading.Event()
     rig.faults.add(Fault("open", "o[02]", error=eio, times=LEAST_FAILURES))
-    rig.faults.add(Fault("open", "o[02]", wait=gate))
+    gate = rig.faults.hang("open", "o[02]")
     if has_worked:
         assert rig.read("o1") == b"o1"
     for name in ("o0", "o2") * (LEAST_FAILURES // 2):
@@ -380,8 +379,7 @@ class Watch:
 )
 def test_calls_that_never_return_open_the_breaker(rig: Rig, operation: str, breaker: str) -> None:
     """A mount may ask its server when a file is closed, too, and the server may be gone."""
-    gate = threading.Event()
-    rig.faults.add(Fault(operation, wait=gate))
+    gate = rig.faults.hang(operation)
     watch = Watch()
     rig.guard.watch(watch)
     call = CALLS["read" if operation == "close" else operation]
@@ -405,8 +403,7 @@ def test_calls_that_never_return_open_the_breaker(rig: Rig, operation: str, brea
 
 @pytest.mark.parametrize("rig", [NEVER], indirect=True)
 def test_too_many_stuck_threads_open_it_whatever_else_goes_well(rig: Rig) -> None:
-    gate = threading.Event()
-    rig.faults.add(Fault("read", "o0", wait=gate))
+    gate = rig.faults.hang("read", "o0")
     rig.guard.watch(Watch(enough=1))
     start(rig, lambda rig: rig.read("o0"))
     while rig.guard.reads.is_closed:
@@ -422,8 +419,7 @@ def test_a_frozen_storage_is_asked_by_few_threads_and_used_when_it_thaws(
 ) -> None:
     monkeypatch.setattr(trials, "_MOST", 2)
     assert rig.read("o1") == b"o1"
-    gate = threading.Event()
-    rig.faults.add(Fault(operation, wait=gate))
+    gate = rig.faults.hang(operation)
     for name in ("o2", "o3"):
         start(rig, partial(Rig.read, name=name))
     until(lambda: rig.guard.reads.failed_trials > 3)
@@ -512,8 +508,7 @@ def test_calls_of_a_process_that_was_stopped_are_not_late(
     looks: list[float] = []
     look = rig.guard._check_calls
     monkeypatch.setattr(rig.guard, "_check_calls", lambda now: (looks.append(now), look(now)))
-    gate = threading.Event()
-    rig.faults.add(Fault("info", wait=gate))
+    gate = rig.faults.hang("info")
     thread = start(rig, CALLS["info"])
     until(lambda: bool(looks))
     clock[0] += 3600.0

@@ -304,7 +304,7 @@ def test_doctor_says_what_to_do(rclone: S3Server, changed: dict[str, str], messa
 
 @pytest.mark.long
 @pytest.mark.parametrize("client", ["obstore", "s3fs"])
-def test_no_credentials_at_all(monkeypatch: pytest.MonkeyPatch, client: str) -> None:
+def test_no_credentials_at_all(client: str) -> None:
     options = {"endpoint_url": "http://127.0.0.1:9", "client": client}
     with pytest.raises(ConfigError, match="no AWS credentials were found"):
         open_backend(f"s3://{BUCKET}/x", storage_options=options)

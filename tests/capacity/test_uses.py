@@ -168,8 +168,7 @@ def test_a_storage_that_hangs_holds_up_no_engine(
 ) -> None:
     monkeypatch.setattr(uses_module, "_MOST_WAITING", 600)
     place = Place(tmp_path)
-    hang = threading.Event()
-    place.faults.add(Fault("touch", wait=hang))
+    hang = place.faults.hang("touch")
     with closing(place.shelf):
         before = named("kvshelf-uses")
         uses = place.uses()

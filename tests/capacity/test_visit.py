@@ -60,6 +60,11 @@ def unit(used: float = NOW, **fields: object) -> Unit:
 # ----------------------------------------------------------------------------- pure functions
 
 
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    return Place(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("mtime", "atime", "ctime", "shared", "expected"),
     [
@@ -288,8 +293,7 @@ def test_unit_was_used_when_any_of_its_objects_was(ages: list[float]) -> None:
     assert leftover.changed == NOW - 60
 
 
-def test_what_lies_beside_objects_is_told_apart(tmp_path: Path) -> None:
-    place = Place(tmp_path)
+def test_what_lies_beside_objects_is_told_apart(place: Place) -> None:
     folder = FMT.namespace.folder
     names = place.put(FMT, [*chunks(2), tail_of()])
     temporary = f".x.{'0' * 16}.tmp"
@@ -327,8 +331,7 @@ def picked(place: Place) -> list[Unit]:
     return [one for part in Lister(place.backend).whole(None, place.now) for one in part.units]
 
 
-def test_what_was_used_or_stored_again_meanwhile_stays_with_all_its_shards(tmp_path: Path) -> None:
-    place = Place(tmp_path)
+def test_what_was_used_or_stored_again_meanwhile_stays_with_all_its_shards(place: Place) -> None:
     place.put(FMT, chunks(3), age=DAY)
     units = picked(place)
     used, gone, other = units
@@ -343,16 +346,14 @@ def test_what_was_used_or_stored_again_meanwhile_stays_with_all_its_shards(tmp_p
     assert other.nbytes >= sum(FMT.object_size(shard) for shard in range(FMT.shards))
 
 
-def test_deletion_ends_after_the_request_in_which_it_is_stopped(tmp_path: Path) -> None:
-    place = Place(tmp_path)
+def test_deletion_ends_after_the_request_in_which_it_is_stopped(place: Place) -> None:
     place.put(FMT, chunks(40), age=DAY)
     units = [(one, Reason.SIZE) for one in picked(place)]
     outcome = delete(place.backend, units, now=place.now, stop=lambda: True)
     assert 0 < outcome.count < 40 * FMT.shards == outcome.count + len(place.objects())
 
 
-def test_folder_in_which_there_is_something_again_stays_without_an_error(tmp_path: Path) -> None:
-    place = Place(tmp_path)
+def test_folder_in_which_there_is_something_again_stays_without_an_error(place: Place) -> None:
     [name, *_] = place.put(FMT, chunks(1))
     folder = name.rpartition("/")[0]
     empty = Leftover(folder, Reason.EMPTY, 0, 0.0)
@@ -361,8 +362,7 @@ def test_folder_in_which_there_is_something_again_stays_without_an_error(tmp_pat
     assert place.path(name).exists()
 
 
-def test_what_a_command_chose_is_not_looked_at_again(tmp_path: Path) -> None:
-    place = Place(tmp_path)
+def test_what_a_command_chose_is_not_looked_at_again(place: Place) -> None:
     place.put(FMT, chunks(2), age=DAY)
     units = picked(place)
     os.utime(place.path(units[0].names[0]), (place.now, place.now))
@@ -370,16 +370,14 @@ def test_what_a_command_chose_is_not_looked_at_again(tmp_path: Path) -> None:
     assert not place.objects()
 
 
-def test_a_refusal_is_told_and_many_end_the_deletion(tmp_path: Path) -> None:
-    place = Place(tmp_path)
+def test_a_refusal_is_told_and_many_end_the_deletion(place: Place) -> None:
     place.put(FMT, chunks(100), age=DAY)
     place.faults.add(Fault("delete", error=PermanentStorageError(errno.EPERM, "no", "x")))
     outcome = delete(place.backend, [(one, Reason.SIZE) for one in picked(place)], now=place.now)
     assert 64 <= outcome.failed < 200 and outcome.error is not None
 
 
-def test_empty_folders_go_a_day_after_they_became_empty(tmp_path: Path) -> None:
-    place = Place(tmp_path)
+def test_empty_folders_go_a_day_after_they_became_empty(tmp_path: Path, place: Place) -> None:
     place.put(FMT, chunks(4))
     place.put(FMT, [tail_of()])
     folder = tmp_path / FMT.namespace.folder

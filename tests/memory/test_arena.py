@@ -20,7 +20,7 @@ from kvshelf import pages
 from kvshelf.errors import ConfigError, UnsupportedError
 from kvshelf.memory.arena import Arena
 from tests.native.fake_cudart import fake_cudart
-from tests.support.memory import resident
+from tests.support.memory import resident, sealed_memory
 
 MIB = 1 << 20
 
@@ -355,16 +355,6 @@ def test_other_threads_run_while_memory_is_touched() -> None:
 
 # ---------------------------------------------------------------------- memory of other processes
 
-SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
-
-
-def memory(nbytes: int, seals: int = SEALS, flags: int = os.MFD_ALLOW_SEALING) -> int:
-    fd = os.memfd_create("test", flags)
-    os.ftruncate(fd, nbytes)
-    if seals:
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
-    return fd
-
 
 def file_descriptor(folder: Path) -> int:
     path = folder / "file"
@@ -378,12 +368,12 @@ def file_descriptor(folder: Path) -> int:
         (file_descriptor, "no shared memory"),
         (lambda _: os.open("/dev/zero", os.O_RDWR), "no shared memory"),
         (lambda _: os.eventfd(0), "no shared memory"),
-        (lambda _: memory(4096, 0, 0), "not sealed"),
-        (lambda _: memory(4096, 0), "not sealed"),
-        (lambda _: memory(4096, fcntl.F_SEAL_GROW), "not sealed"),
-        (lambda _: memory(4095), "has 4095 bytes, not 4096"),
-        (lambda _: memory(8192), "has 8192 bytes, not 4096"),
-        (lambda _: memory(0), "has 0 bytes"),
+        (lambda _: sealed_memory(4096, 0, 0), "not sealed"),
+        (lambda _: sealed_memory(4096, 0), "not sealed"),
+        (lambda _: sealed_memory(4096, fcntl.F_SEAL_GROW), "not sealed"),
+        (lambda _: sealed_memory(4095), "has 4095 bytes, not 4096"),
+        (lambda _: sealed_memory(8192), "has 8192 bytes, not 4096"),
+        (lambda _: sealed_memory(0), "has 0 bytes"),
     ],
     ids=range(9),
 )
@@ -400,7 +390,7 @@ def test_memory_that_could_end_its_reader_is_refused(
 
 def test_memory_of_hugetlbfs_is_refused() -> None:
     try:
-        fd = memory(2 << 20, flags=os.MFD_ALLOW_SEALING | os.MFD_HUGETLB)
+        fd = sealed_memory(2 << 20, flags=os.MFD_ALLOW_SEALING | os.MFD_HUGETLB)
     except OSError:
         pytest.skip("the system gives no memory of hugetlbfs")
     try:
@@ -411,7 +401,7 @@ def test_memory_of_hugetlbfs_is_refused() -> None:
 
 
 def test_mapped_memory_is_shared_and_can_never_become_shorter() -> None:
-    fd = memory(8192)
+    fd = sealed_memory(8192)
     view = Arena.of(fd, 8192).view
     os.pwrite(fd, b"hello", 4096)
     assert bytes(view[4096:4101]) == b"hello"

@@ -6,10 +6,41 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from kvshelf.kv.streams import Streams
 from tests.native.emulation import emulation
+
+Stream = TypeVar("Stream")
+
+
+class StreamsOfThreads(Generic[Stream]):
+    """What streams of any device have that is not there: one current stream for each thread."""
+
+    engine: Stream
+    _local: threading.local
+
+    def current(self) -> Stream:
+        return getattr(self._local, "stream", self.engine)
+
+    @contextlib.contextmanager
+    def use(self, stream: Stream) -> Iterator[None]:
+        before = self.current()
+        self._local.stream = stream
+        try:
+            yield
+        finally:
+            self._local.stream = before
+
+    def here(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    @property
+    def index(self) -> int:
+        return emulation().index_of(self)
+
+    def handle(self) -> int:
+        return emulation().address_of(self.current())
 
 
 class AtOnce(Streams):
@@ -55,7 +86,7 @@ class FakeEvent:
 
 
 @dataclass(eq=False)
-class FakeStreams:
+class FakeStreams(StreamsOfThreads[FakeStream]):
     """Streams that do at once what is enqueued on them, and events that end when told."""
 
     log: list[tuple[object, ...]] = field(default_factory=list)
@@ -79,21 +110,6 @@ class FakeStreams:
     def event(self) -> FakeEvent:
         return FakeEvent(self.log, self.ended, self._check)
 
-    def current(self) -> FakeStream:
-        return getattr(self._local, "stream", self.engine)
-
-    @contextlib.contextmanager
-    def use(self, stream: FakeStream) -> Iterator[None]:
-        before = self.current()
-        self._local.stream = stream
-        try:
-            yield
-        finally:
-            self._local.stream = before
-
-    def here(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
     def enqueue(self, work: Callable[..., object], *arguments: Any) -> None:
         is_copy = getattr(work, "__name__", "") == "copy_"
         self._check("copies" if is_copy else "kernels")
@@ -107,13 +123,6 @@ class FakeStreams:
         return self.free
 
     # For the compiled library
-
-    @property
-    def index(self) -> int:
-        return emulation().index_of(self)
-
-    def handle(self) -> int:
-        return emulation().address_of(self.current())
 
     def nanoseconds(self, first: FakeEvent, second: FakeEvent) -> int:
         return 1000

@@ -21,7 +21,7 @@ from typing import Any
 
 from torch import Tensor, int64
 
-from tests.native.emulation import emulation
+from tests.native.fake_streams import StreamsOfThreads
 
 PATIENCE = 60.0
 
@@ -82,7 +82,7 @@ class SimulatedEvent:
             streams.check()
 
 
-class SimulatedStreams:
+class SimulatedStreams(StreamsOfThreads[SimulatedStream]):
     """The streams of the device; see :class:`kvshelf.kv.device.Streams`.
 
     Parameters
@@ -135,21 +135,6 @@ class SimulatedStreams:
         self.check("event")
         return SimulatedEvent(self)
 
-    def current(self) -> SimulatedStream:
-        return getattr(self._local, "stream", self.engine)
-
-    @contextlib.contextmanager
-    def use(self, stream: SimulatedStream) -> Iterator[None]:
-        before = self.current()
-        self._local.stream = stream
-        try:
-            yield
-        finally:
-            self._local.stream = before
-
-    def here(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
     def free_bytes(self) -> int:
         return 1 << 40
 
@@ -162,13 +147,6 @@ class SimulatedStreams:
         self.do(work, *arguments)
 
     # What the compiled library uses besides
-
-    @property
-    def index(self) -> int:
-        return emulation().index_of(self)
-
-    def handle(self) -> int:
-        return emulation().address_of(self.current())
 
     def nanoseconds(self, first: SimulatedEvent, second: SimulatedEvent) -> int:
         return second.nanoseconds - first.nanoseconds

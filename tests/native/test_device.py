@@ -228,21 +228,6 @@ def test_a_tail_is_loaded_into_the_heads_that_a_rank_holds(copier: str, tokens: 
     path.close()
 
 
-def test_copies_into_blocks_end_with_a_tail(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "DIRECT_BYTES", 48)
-    with on_device("native"):
-        paged, call = interleaved()
-        path = DeviceKVCache({0: [call]}, pinned=True, streams=FakeStreams())
-        slots = [12, 13, -1, 5]
-        payload = torch.randint(0, 256, (call.end // TOKENS * 4,), dtype=torch.uint8)
-        (want,) = Case(paged, slots, 1, 1, 0, 1).scattered(payload.view(1, 1, -1))
-        launches = emulation().launches
-        path.of_tail(4).scatter(0, torch.tensor(slots), payload, path.fence())
-        assert emulation().launches == launches
-        assert torch.equal(paged.memory[0], want)
-        path.close()
-
-
 @dataclass
 class Group:
     """Caches whose calls use a part of a chunk's slots, and only some of the payload's heads."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 
@@ -53,15 +53,18 @@ class Used:
         self.desk.close()
 
 
+MakeUsed: TypeAlias = Callable[..., Used]
+
+
 @pytest.fixture
-def make(tmp_path: Path) -> Iterator[Callable[..., Used]]:
+def make(tmp_path: Path) -> Iterator[MakeUsed]:
     with ExitStack() as stack:
         yield lambda *args, **options: stack.enter_context(
             closing(Used(tmp_path, *args, **options))
         )
 
 
-def test_what_a_lookup_finds_is_used(make: Callable[..., Used]) -> None:
+def test_what_a_lookup_finds_is_used(make: MakeUsed) -> None:
     used = make()
     (absent,) = make_chunks(FMT, 1, seed=1)
     chains = [used.names(chunk) for chunk in [*used.chunks[:3], absent, used.chunks[3]]]
@@ -72,16 +75,14 @@ def test_what_a_lookup_finds_is_used(make: Callable[..., Used]) -> None:
         assert used.recorded() == [name for names in chains[:3] for name in names]
 
 
-def test_what_is_in_memory_only_is_not_recorded(make: Callable[..., Used]) -> None:
+def test_what_is_in_memory_only_is_not_recorded(make: MakeUsed) -> None:
     used = make()
     used.desk.remember(CLIENT, "hash/one", b"x" * 64)
     assert used.desk.ask("lookup", CLIENT, "s", [["hash/one"]]) == LookedUp(1)
     assert used.recorded() == []
 
 
-def test_what_a_client_says_it_has_used_is_recorded_by_the_server(
-    make: Callable[..., Used],
-) -> None:
+def test_what_a_client_says_it_has_used_is_recorded_by_the_server(make: MakeUsed) -> None:
     used = make()
     names = [*used.names(used.chunks[0]), name_of(FMT, make_tail(FMT))]
     for name in names * 2:
@@ -90,7 +91,7 @@ def test_what_a_client_says_it_has_used_is_recorded_by_the_server(
     assert used.recorded() == names
 
 
-def test_of_foreign_names_the_storage_is_asked(make: Callable[..., Used]) -> None:
+def test_of_foreign_names_the_storage_is_asked(make: MakeUsed) -> None:
     used = make()
     assert used.desk.ask("call", CLIENT, "touch", ["some/file", 0.0], b"") == Result("touched")
     assert used.touches.touches.pop() == "some/file"

@@ -628,11 +628,10 @@ def test_a_store_that_waits_too_long_for_memory_blames_no_storage(
 def test_a_read_that_hangs_fails_those_who_wait_and_holds_up_nobody_else(
     make_desk: MakeDesk, shelf: Path
 ) -> None:
-    gate = threading.Event()
     first, second = make_chunks(FMT, 2)
     names = [put(shelf, FMT, chunk) for chunk in (first, second)]
     desk = make_desk()
-    desk.faults.add(Fault("read", names[0], wait=gate, times=1))
+    gate = desk.faults.hang("read", names[0], times=1)
     (failed,) = desk.fetch(A, names[:1], [SIZE])
     assert isinstance(failed, Failed)
     assert failed.fault.kind == "TransientStorageError"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import mmap
 import os
 import socket
@@ -18,19 +17,10 @@ from kvshelf.errors import ConfigError, UnavailableStorageError
 from kvshelf.server import messages, session
 from kvshelf.server.messages import Hello
 from tests.server.node import serve
+from tests.support.memory import sealed_memory
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.real
-
-SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
-
-
-def memory(nbytes: int, seals: int = SEALS, flags: int = os.MFD_ALLOW_SEALING) -> int:
-    fd = os.memfd_create("test", flags)
-    os.ftruncate(fd, nbytes)
-    if seals:
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
-    return fd
 
 
 def descriptors() -> int:
@@ -151,7 +141,7 @@ def test_a_session_passes_memory_both_ways(tmp_path: Path) -> None:
     with serve(tmp_path) as node:
         before = descriptors()
         path = session.socket_path(node.url)
-        fd = memory(4096)
+        fd = sealed_memory(4096)
         connection, welcome, arena = session.connect(path, hello(4096), fd, 5.0)
         node.arena.view[5000:5005] = b"hello"
         assert bytes(arena[5000:5005]) == b"hello"
@@ -185,8 +175,8 @@ def refusal(path: str, message: bytes, passed: list[int]) -> str:
 
 
 def test_hostile_greetings_are_refused_and_cost_nothing(tmp_path: Path) -> None:
-    fd = memory(4096)
-    unsealed = memory(4096, 0)
+    fd = sealed_memory(4096)
+    unsealed = sealed_memory(4096, 0)
     with serve(tmp_path) as node:
         path = session.socket_path(node.url)
         good, _, _ = session.connect(path, hello(), None, 5.0)
@@ -248,7 +238,7 @@ print(connection.recv(4096))
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
-def test_another_user_is_refused(tmp_path: Path) -> None:
+def test_another_user_is_refused() -> None:
     with (
         tempfile.TemporaryDirectory() as folder,
         serve(Path(folder)) as node,

@@ -115,6 +115,11 @@ def age(path: Path, seconds: float) -> None:
     os.utime(path, (then, then))
 
 
+@pytest.fixture
+def faulty(root: Path) -> FaultyStorage:
+    return FaultyStorage(open_backend(root))
+
+
 def set_aside(shelf: Shelf) -> list[Path]:
     return list(Path(shelf.url).rglob(".*.tmp"))
 
@@ -305,9 +310,8 @@ def test_bad_object_that_cannot_be_moved_is_bad_all_the_same(root: Path) -> None
         assert path_of(shelf, CHUNKS[0]).exists()
 
 
-def test_object_that_is_read_damaged_once_is_read_again(root: Path) -> None:
+def test_object_that_is_read_damaged_once_is_read_again(faulty: FaultyStorage) -> None:
     """Caches of network filesystems show old contents to an old open."""
-    faulty = FaultyStorage(open_backend(root))
     with Shelf(faulty) as shelf:
         store(shelf, CHUNKS[0])
         faulty.add(Fault("read", damage=zero, times=1))
@@ -362,8 +366,7 @@ def test_a_machine_that_reads_wrong_bytes_spares_the_shelf(
     assert len([path for path in pinned if path.exists()]) == 2
 
 
-def test_probe_errors_are_answers(root: Path) -> None:
-    faulty = FaultyStorage(open_backend(root))
+def test_probe_errors_are_answers(root: Path, faulty: FaultyStorage) -> None:
     with Shelf(faulty) as shelf:
         store(shelf, CHUNKS[0])
         store(shelf, CHUNKS[1])
@@ -380,17 +383,15 @@ def test_probe_errors_are_answers(root: Path) -> None:
         assert shelf.view(FMT).probe([(CHUNKS[0], 0)]) == [Presence.PRESENT]
 
 
-def test_listing_may_be_forbidden(root: Path) -> None:
-    faulty = FaultyStorage(open_backend(root))
+def test_listing_may_be_forbidden(faulty: FaultyStorage) -> None:
     faulty.add(Fault("folders", error=lambda: PermanentStorageError(13, "denied")))
     with Shelf(faulty) as shelf:
         store(shelf, CHUNKS[0])
         assert load(shelf, CHUNKS[0]) == image(CHUNKS[0])
 
 
-def test_listings_that_fail_do_not_stop_what_can_be_read(root: Path) -> None:
+def test_listings_that_fail_do_not_stop_what_can_be_read(faulty: FaultyStorage) -> None:
     """The folders of the namespace are looked for each minute, by one caller."""
-    faulty = FaultyStorage(open_backend(root))
     with Shelf(faulty) as shelf:
         store(shelf, CHUNKS[0])
         time.sleep(61.0)

@@ -12,7 +12,7 @@ import pytest
 from kvshelf.backends.guard import GuardedBackend
 from kvshelf.shelf import threads as module
 from kvshelf.shelf.threads import StorageThreads
-from tests.sim.storage import Fault, FaultyStorage, posix
+from tests.sim.storage import FaultyStorage, posix
 from tests.support.waiting import PATIENCE, until
 
 COUNT = 2
@@ -41,8 +41,7 @@ class Rig:
 
     def hang(self, times: int) -> threading.Event:
         """Let so many threads hang until the event is set."""
-        gate = threading.Event()
-        self.faults.add(Fault("stat", "hangs", wait=gate))
+        gate = self.faults.hang("stat", "hangs")
         for _ in range(times):
             self.work.put("hangs")
         return gate

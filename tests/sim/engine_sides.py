@@ -638,6 +638,10 @@ class LoneWorker:
         self.connector.shutdown()
 
 
+#: Makes a worker.
+MakeWorker: TypeAlias = Callable[..., LoneWorker]
+
+
 def store_op(chunk: Chunk, blocks: Sequence[int] = (1, 2), **fields: Any) -> StoreOp:
     """A store of a chunk from some blocks."""
     return StoreOp(chunk, ([*blocks],), **{"repair": False, "age": 0.0, **fields})

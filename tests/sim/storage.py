@@ -136,6 +136,14 @@ class FaultyStorage(WrappedBackend):
             self._faults.append(fault)
         return fault
 
+    def hang(
+        self, operation: str, pattern: str = "*", *, times: int | None = None
+    ) -> threading.Event:
+        """Have the calls of an operation wait from now on for the event that is returned."""
+        gate = threading.Event()
+        self.add(Fault(operation, pattern, wait=gate, times=times))
+        return gate
+
     def heal(self) -> None:
         """Remove all faults."""
         with self._lock:

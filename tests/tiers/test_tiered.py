@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 from unittest import mock
 
 import pytest
@@ -130,8 +130,11 @@ def remote(tmp_path: Path) -> FaultyStorage:
     return FaultyStorage(posix(tmp_path / "remote"), **FAR)
 
 
+StartMachine: TypeAlias = Callable[..., Machine]
+
+
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., Machine]]:
+def start(tmp_path: Path) -> Iterator[StartMachine]:
     """Start machines; they end with the test."""
     started: list[Machine] = []
 
@@ -179,7 +182,7 @@ def copy_of(root: Path, chunk: Chunk, shard: int) -> Path:
 
 
 def test_what_is_stored_is_in_the_tier_while_the_shelf_is_away(
-    remote: FaultyStorage, start: Callable[..., Machine]
+    remote: FaultyStorage, start: StartMachine
 ) -> None:
     faulty = FaultyStorage(remote)
     machine = start(faulty)
@@ -201,7 +204,7 @@ def test_what_is_stored_is_in_the_tier_while_the_shelf_is_away(
 
 
 def test_a_thread_that_a_tier_keeps_is_replaced(
-    remote: FaultyStorage, start: Callable[..., Machine], monkeypatch: pytest.MonkeyPatch
+    remote: FaultyStorage, start: StartMachine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine = start(remote)
     chunks, others = make_chunks(FMT, 1), make_chunks(FMT, 2, seed=1)
@@ -233,7 +236,7 @@ def test_a_tier_holds_on_to_no_shelf_that_is_gone(tmp_path: Path) -> None:
 
 
 def test_two_shelves_may_have_one_tier(
-    remote: FaultyStorage, start: Callable[..., Machine], tmp_path: Path
+    remote: FaultyStorage, start: StartMachine, tmp_path: Path
 ) -> None:
     chunks = make_chunks(FMT, 2)
     start(remote).put(chunks)
@@ -248,7 +251,7 @@ def test_two_shelves_may_have_one_tier(
 @pytest.mark.parametrize("damage", ["flip", "cut", "empty", "folder", "link"])
 def test_a_bad_copy_is_dropped_and_the_load_goes_on(
     remote: FaultyStorage,
-    start: Callable[..., Machine],
+    start: StartMachine,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
     damage: str,
@@ -282,7 +285,7 @@ def test_a_bad_copy_is_dropped_and_the_load_goes_on(
 
 
 def test_a_bad_object_of_the_shelf_does_not_get_into_the_tier(
-    remote: FaultyStorage, start: Callable[..., Machine], tmp_path: Path
+    remote: FaultyStorage, start: StartMachine, tmp_path: Path
 ) -> None:
     chunks = make_chunks(FMT, 1)
     with closing(Rig(remote.inner, fmt=FMT)) as elsewhere:
@@ -297,7 +300,7 @@ def test_a_bad_object_of_the_shelf_does_not_get_into_the_tier(
 
 
 def test_a_load_does_not_wait_for_its_copies(
-    remote: FaultyStorage, start: Callable[..., Machine], monkeypatch: pytest.MonkeyPatch
+    remote: FaultyStorage, start: StartMachine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chunks = make_chunks(FMT, 6)
     start(remote, "other tier").put(chunks)
@@ -318,7 +321,7 @@ def test_a_load_does_not_wait_for_its_copies(
 
 
 def test_read_ahead_has_memory_beside_a_disk_tier_that_hangs(
-    remote: FaultyStorage, start: Callable[..., Machine], monkeypatch: pytest.MonkeyPatch
+    remote: FaultyStorage, start: StartMachine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stored, waiting = make_chunks(FMT, 6), make_chunks(FMT, 4, 7)
     start(remote, "other tier").put(waiting)
@@ -340,7 +343,7 @@ def test_read_ahead_has_memory_beside_a_disk_tier_that_hangs(
 
 
 def test_chunk_of_a_far_shelf_is_kept_in_memory_while_a_disk_tier_holds_what_a_store_had(
-    remote: FaultyStorage, start: Callable[..., Machine], monkeypatch: pytest.MonkeyPatch
+    remote: FaultyStorage, start: StartMachine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chunks = make_chunks(FMT, 1)
     start(remote, "other tier").put(chunks)
@@ -360,10 +363,7 @@ def test_chunk_of_a_far_shelf_is_kept_in_memory_while_a_disk_tier_holds_what_a_s
 
 
 def test_the_use_of_a_copy_is_recorded(
-    remote: FaultyStorage,
-    start: Callable[..., Machine],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    remote: FaultyStorage, start: StartMachine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names: set[str] = set()
     monkeypatch.setattr(tier_module.PosixBackend, "touch", lambda _, name, before: names.add(name))
@@ -376,10 +376,7 @@ def test_the_use_of_a_copy_is_recorded(
 
 
 def test_an_object_is_queued_once_and_can_be_removed_from_the_queue(
-    remote: FaultyStorage,
-    start: Callable[..., Machine],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    remote: FaultyStorage, start: StartMachine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written, go = threading.Event(), threading.Event()
     writing = Near.write
@@ -421,8 +418,7 @@ def test_an_object_is_queued_once_and_can_be_removed_from_the_queue(
 
 def test_a_tier_that_cannot_be_opened_is_used_when_it_can(
     remote: FaultyStorage,
-    start: Callable[..., Machine],
-    tmp_path: Path,
+    start: StartMachine,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -452,7 +448,7 @@ def test_a_tier_that_cannot_be_opened_is_used_when_it_can(
 
 @pytest.mark.usefixtures("no_leaks")
 def test_without_a_thread_for_the_tier_only_copies_are_missing(
-    remote: FaultyStorage, start: Callable[..., Machine], monkeypatch: pytest.MonkeyPatch
+    remote: FaultyStorage, start: StartMachine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     old, new = make_chunks(FMT, 2), make_chunks(FMT, 2, seed=1)
     start(remote).put(old)
@@ -477,7 +473,7 @@ def test_without_a_thread_for_the_tier_only_copies_are_missing(
 
 
 def test_copies_go_on_when_the_thread_of_the_tier_is_kept_and_another_can_be_started_later(
-    remote: FaultyStorage, start: Callable[..., Machine], monkeypatch: pytest.MonkeyPatch
+    remote: FaultyStorage, start: StartMachine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine = start(remote)
     first, second = make_chunks(FMT, 1), make_chunks(FMT, 1, seed=1)
@@ -504,7 +500,7 @@ def test_copies_go_on_when_the_thread_of_the_tier_is_kept_and_another_can_be_sta
 
 
 def test_a_tier_that_does_not_open_holds_up_nothing(
-    remote: FaultyStorage, start: Callable[..., Machine], monkeypatch: pytest.MonkeyPatch
+    remote: FaultyStorage, start: StartMachine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     go = hang(monkeypatch, tier_module, "PosixBackend")
     machine = start(remote, open_seconds=0.01)
@@ -515,10 +511,7 @@ def test_a_tier_that_does_not_open_holds_up_nothing(
 
 
 def test_a_shelf_that_cannot_be_opened_is_done_without_until_it_can(
-    remote: FaultyStorage,
-    start: Callable[..., Machine],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    remote: FaultyStorage, start: StartMachine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chunks = make_chunks(FMT, 3)
     start(remote).put(chunks[:2])
@@ -550,7 +543,7 @@ def test_a_shelf_that_cannot_be_opened_is_done_without_until_it_can(
 
 def test_a_directory_that_fails_gets_no_copies(
     remote: FaultyStorage,
-    start: Callable[..., Machine],
+    start: StartMachine,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -577,7 +570,7 @@ def test_a_directory_with_objects_that_is_no_tier_is_refused(tmp_path: Path) -> 
 
 
 def test_a_tier_that_is_emptied_while_it_is_used_opens_again(
-    remote: FaultyStorage, start: Callable[..., Machine], tmp_path: Path
+    remote: FaultyStorage, start: StartMachine, tmp_path: Path
 ) -> None:
     first, second = make_chunks(FMT, 2)
     machine = start(remote)
@@ -600,7 +593,7 @@ def test_a_shelf_gets_a_tier_without_a_look_at_the_directories(tmp_path: Path) -
 
 def test_a_tier_is_used_while_its_shelf_hangs_at_opening(
     remote: FaultyStorage,
-    start: Callable[..., Machine],
+    start: StartMachine,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 
@@ -32,8 +31,11 @@ def storage(tmp_path: Path) -> FaultyStorage:
     return FaultyStorage(posix(tmp_path / "shelf"))
 
 
+StartRig: TypeAlias = Callable[..., Rig]
+
+
 @pytest.fixture
-def start(storage: FaultyStorage) -> Iterator[Callable[..., Rig]]:
+def start(storage: FaultyStorage) -> Iterator[StartRig]:
     rigs: list[Rig] = []
 
     def make(**options: Any) -> Rig:
@@ -44,6 +46,11 @@ def start(storage: FaultyStorage) -> Iterator[Callable[..., Rig]]:
     storage.heal()
     for rig in rigs:
         rig.close()
+
+
+@pytest.fixture
+def rig(start: StartRig) -> Rig:
+    return start()
 
 
 def stored(root: Path, count: int, seed: int = 0) -> list[Chunk]:
@@ -59,9 +66,9 @@ def break_reads(storage: FaultyStorage) -> None:
 
 
 def test_chunk_that_was_loaded_once_is_loaded_from_memory(
-    start: Callable[..., Rig], storage: FaultyStorage, tmp_path: Path
+    rig: Rig, storage: FaultyStorage, tmp_path: Path
 ) -> None:
-    chunks, rig = stored(tmp_path, 4), start()
+    chunks = stored(tmp_path, 4)
     rig.comes_back(chunks, 100)
     assert storage.counts["open"] == 4 * OBJECTS
     break_reads(storage)
@@ -71,10 +78,7 @@ def test_chunk_that_was_loaded_once_is_loaded_from_memory(
     assert rig.count("memory_tier_stored_objects") == 4 * OBJECTS
 
 
-def test_chunk_that_was_stored_is_loaded_from_memory(
-    start: Callable[..., Rig], storage: FaultyStorage
-) -> None:
-    rig = start()
+def test_chunk_that_was_stored_is_loaded_from_memory(rig: Rig, storage: FaultyStorage) -> None:
     chunks = make_chunks(FMT, 3)
     rig.put(chunks)
     break_reads(storage)
@@ -82,17 +86,16 @@ def test_chunk_that_was_stored_is_loaded_from_memory(
 
 
 def test_chunk_that_another_engine_had_stored_is_not_kept_by_a_store(
-    start: Callable[..., Rig], tmp_path: Path
+    rig: Rig, tmp_path: Path
 ) -> None:
-    chunks, rig = stored(tmp_path, 2), start()
+    chunks = stored(tmp_path, 2)
     rig.put(chunks)
     assert rig.context.places.leading(chunks) == 0
 
 
 def test_chunk_in_memory_is_stored_again_without_a_gather(
-    start: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rig = start()
     chunks = make_chunks(FMT, 2)
     rig.put(chunks)
     for chunk in chunks:
@@ -111,7 +114,7 @@ def test_chunk_in_memory_is_stored_again_without_a_gather(
 
 
 def test_nothing_stays_in_memory_without_keeps(
-    start: Callable[..., Rig], storage: FaultyStorage, tmp_path: Path
+    start: StartRig, storage: FaultyStorage, tmp_path: Path
 ) -> None:
     chunks, rig = stored(tmp_path, 2), start(keeps=False)
     for first_block in (100, 200):
@@ -121,7 +124,7 @@ def test_nothing_stays_in_memory_without_keeps(
 
 
 def test_chunk_that_left_memory_is_loaded_from_the_disk_tier_and_kept_again(
-    start: Callable[..., Rig], storage: FaultyStorage, tmp_path: Path
+    start: StartRig, storage: FaultyStorage, tmp_path: Path
 ) -> None:
     chunks = stored(tmp_path, 4)
     disk = DiskTier(tmp_path / "disk", 1 << 30)
@@ -138,13 +141,11 @@ def test_chunk_that_left_memory_is_loaded_from_the_disk_tier_and_kept_again(
 
 
 def test_hit_in_memory_waits_for_no_read_of_the_storage(
-    start: Callable[..., Rig], storage: FaultyStorage, tmp_path: Path
+    rig: Rig, storage: FaultyStorage, tmp_path: Path
 ) -> None:
     kept, slow = stored(tmp_path, 4), stored(tmp_path, 4, 7)
-    rig = start()
     rig.comes_back(kept, 100)
-    gate = threading.Event()
-    storage.add(Fault("read", f"*{slow[0].key.hex()}*", wait=gate))
+    gate = storage.hang("read", f"*{slow[0].key.hex()}*")
     few = rig.start("few", rig.items(slow, 200), at_once=1)
     # All threads that read are at its first chunk.
     until(lambda: storage.counts["open"] == (4 + 1) * OBJECTS)
@@ -158,10 +159,9 @@ def test_hit_in_memory_waits_for_no_read_of_the_storage(
 
 
 def test_hit_in_memory_is_loaded_while_the_storage_is_not_available(
-    start: Callable[..., Rig], tmp_path: Path
+    rig: Rig, tmp_path: Path
 ) -> None:
     kept, others = stored(tmp_path, 2), stored(tmp_path, 2, 7)
-    rig = start()
     rig.comes_back(kept, 100)
     rig.guard.reads.trip("a test", 1000.0)
     rig.comes_back(kept, 200)
@@ -169,16 +169,15 @@ def test_hit_in_memory_is_loaded_while_the_storage_is_not_available(
 
 
 def test_two_transfers_that_read_one_chunk_at_once_keep_it_once(
-    start: Callable[..., Rig], storage: FaultyStorage, tmp_path: Path
+    rig: Rig, storage: FaultyStorage, tmp_path: Path
 ) -> None:
-    chunks, rig = stored(tmp_path, 3), start()
+    chunks = stored(tmp_path, 3)
     with closing(Rig(posix(tmp_path / "shelf"), fmt=FMT, blocks=400)) as other:
         other.transfer.close()
         other.host.close()
         other.host = rig.host
         other.begin()
-        gate = threading.Event()
-        storage.add(Fault("read", wait=gate))
+        gate = storage.hang("read")
         items = rig.items(chunks, 100)
         rig.start("r", items)
         until(lambda: storage.counts["open"] == 2)
@@ -191,12 +190,9 @@ def test_two_transfers_that_read_one_chunk_at_once_keep_it_once(
 
 
 def test_chunk_that_comes_into_memory_while_it_is_begun_is_not_read_over(
-    start: Callable[..., Rig],
-    storage: FaultyStorage,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    rig: Rig, storage: FaultyStorage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (chunk,), rig = stored(tmp_path, 1), start()
+    (chunk,) = stored(tmp_path, 1)
     places, (item,) = rig.context.places, rig.items([chunk], 0)
     rig.fill(item)
 
@@ -221,7 +217,7 @@ def test_chunk_that_comes_into_memory_while_it_is_begun_is_not_read_over(
 
 
 def test_load_behind_chunks_in_memory_announces_few_of_these(
-    start: Callable[..., Rig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    start: StartRig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chunks, rig = stored(tmp_path, 80), start(memory_chunks=160)
     rig.comes_back(chunks[:60], 0)
@@ -234,20 +230,18 @@ def test_load_behind_chunks_in_memory_announces_few_of_these(
 
 
 def test_chunk_that_a_load_wants_twice_is_loaded_into_both_places(
-    start: Callable[..., Rig], tmp_path: Path
+    start: StartRig, tmp_path: Path
 ) -> None:
     chunks, rig = stored(tmp_path, 2), start(keeps=False)
     rig.comes_back([chunks[0], chunks[1], chunks[0]], 100)
 
 
 def test_loads_that_wait_end_when_the_storage_rests_though_memory_has_something(
-    start: Callable[..., Rig], storage: FaultyStorage, tmp_path: Path
+    rig: Rig, storage: FaultyStorage, tmp_path: Path
 ) -> None:
     kept, chunks = stored(tmp_path, 1), stored(tmp_path, 3, 7)
-    rig = start()
     rig.comes_back(kept, 100)
-    gate = threading.Event()
-    storage.add(Fault("read", f"*{chunks[0].key.hex()}*", wait=gate))
+    gate = storage.hang("read", f"*{chunks[0].key.hex()}*")
     load = rig.start("few", rig.items(chunks, 200), at_once=1)
     until(lambda: storage.counts["open"] > OBJECTS)
     rig.guard.reads.trip("a test", 1000.0)
@@ -257,7 +251,7 @@ def test_loads_that_wait_end_when_the_storage_rests_though_memory_has_something(
 
 
 def test_kinds_that_share_a_memory_have_a_spare_slot_for_each_thread_and_shares_of_their_own(
-    start: Callable[..., Rig], tmp_path: Path
+    start: StartRig,
 ) -> None:
     rig = start(keeps=False, memory_chunks=40)
     other = rig.host.serve("another kind", 3, rig.slot_bytes)

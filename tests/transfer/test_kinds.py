@@ -16,7 +16,7 @@ from kvshelf.tiers.disk_tier import DiskTier
 from kvshelf.tiers.tiered import TieredShelf
 from kvshelf.transfer.loads import Loads
 from kvshelf.transfer.stores import StoreOutcome
-from tests.sim.storage import Fault, FaultyStorage, posix
+from tests.sim.storage import FaultyStorage, posix
 from tests.support.formats import format_of_kinds, hold_buffer
 from tests.support.prompts import make_chunks
 from tests.support.waiting import PATIENCE, until
@@ -65,7 +65,7 @@ def test_what_was_stored_of_all_kinds_comes_back(
 
 
 def test_a_load_that_failed_is_reported_when_nothing_is_written_for_it_any_more(
-    kinds: ByteTransfers, backend: FaultyStorage, wanted: dict[Kind, list[Chunk]]
+    kinds: ByteTransfers, wanted: dict[Kind, list[Chunk]]
 ) -> None:
     kinds.put(wanted)
     (state,) = wanted[STATE]
@@ -90,16 +90,13 @@ def test_a_load_that_failed_is_reported_when_nothing_is_written_for_it_any_more(
     assert written == sum(bool(place.loaded) for place in bytes_of(items))
 
 
-def test_other_parts_are_not_read_on_after_one_has_failed(
-    backend: FaultyStorage, tmp_path: Path
-) -> None:
+def test_other_parts_are_not_read_on_after_one_has_failed(backend: FaultyStorage) -> None:
     chunks = make_chunks(FMT, 6)
     wanted: dict[Kind, list[Chunk]] = {FULL: chunks, STATE: chunks[5:]}
     with closing(ByteTransfers(backend, {FULL: 1, STATE: 2})) as kinds:
         kinds.put(wanted)
         kinds.path(STATE, chunks[5]).unlink()
-        gate = threading.Event()
-        backend.add(Fault("read", "*-[0-9]-0of1.*", wait=gate))
+        gate = backend.hang("read", "*-[0-9]-0of1.*")
         load = kinds.start("r", kinds.items(wanted))
         until(lambda: load.failed)
         # Threads that read into staging are not waited for.
@@ -114,8 +111,7 @@ def test_an_aborted_load_counts_once_and_is_still_reported(
     kinds: ByteTransfers, backend: FaultyStorage, wanted: dict[Kind, list[Chunk]]
 ) -> None:
     kinds.put(wanted)
-    gate = threading.Event()
-    backend.add(Fault("read", wait=gate))
+    gate = backend.hang("read")
     load = kinds.start("r", kinds.items(wanted))
     kinds.transfers.cancel("r")
     assert load.cancelled
@@ -182,8 +178,7 @@ def test_only_full_chunks_are_dropped_because_one_before_them_was(
 ) -> None:
     with closing(ByteTransfers(backend, memory_chunks=6)) as kinds:
         chunks = make_chunks(FMT, 8)
-        gate = threading.Event()
-        backend.add(Fault("write", wait=gate))
+        gate = backend.hang("write")
         items = kinds.items(dict.fromkeys(SHARDS, chunks))
         outcomes: dict[Kind, list[StoreOutcome]] = {kind: [] for kind in items}
         for place in range(6):
@@ -212,8 +207,7 @@ def test_only_full_chunks_are_dropped_because_one_before_them_was(
 def test_what_is_left_at_the_end_is_counted_by_kind(backend: FaultyStorage) -> None:
     kinds = ByteTransfers(backend)
     (chunk,) = make_chunks(FMT, 1)
-    gate = threading.Event()
-    backend.add(Fault("write", wait=gate))
+    gate = backend.hang("write")
     for kind, (item,) in kinds.items({kind: [chunk] for kind in SHARDS}).items():
         kinds.store(kind, item)
     assert kinds.transfers.drain(0.01) == 3

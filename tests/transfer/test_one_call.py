@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 
@@ -64,8 +64,11 @@ def noting(tmp_path: Path) -> Noting:
     return Noting(posix(tmp_path / "shelf"))
 
 
+MakeRig: TypeAlias = Callable[..., Rig]
+
+
 @pytest.fixture
-def make(noting: Noting) -> Iterator[Callable[..., Rig]]:
+def make(noting: Noting) -> Iterator[MakeRig]:
     rigs: list[Rig] = []
 
     def make(**options: Any) -> Rig:
@@ -94,7 +97,7 @@ def names(rig: Rig, chunk: Chunk) -> list[str]:
 
 @pytest.mark.parametrize("keeps", [False, True])
 def test_the_objects_of_a_chunk_are_read_in_one_call(
-    make: Callable[..., Rig], noting: Noting, keeps: bool
+    make: MakeRig, noting: Noting, keeps: bool
 ) -> None:
     chunks = stored(make(), 20)
     rig = make(keeps=keeps)
@@ -110,7 +113,7 @@ def test_the_objects_of_a_chunk_are_read_in_one_call(
 
 
 def test_objects_of_the_last_chunk_are_spread_over_the_threads_where_they_are_large(
-    make: Callable[..., Rig], noting: Noting, monkeypatch: pytest.MonkeyPatch
+    make: MakeRig, noting: Noting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loads, "_SHARED_BYTES", 0)
     rig = make()
@@ -122,11 +125,7 @@ def test_objects_of_the_last_chunk_are_spread_over_the_threads_where_they_are_la
 @pytest.mark.parametrize("shard", [0, 1])
 @pytest.mark.parametrize("failure", [Failure.BAD, Failure.MISSING])
 def test_which_object_of_a_chunk_failed_is_known(
-    make: Callable[..., Rig],
-    noting: Noting,
-    caplog: pytest.LogCaptureFixture,
-    shard: int,
-    failure: Failure,
+    make: MakeRig, noting: Noting, caplog: pytest.LogCaptureFixture, shard: int, failure: Failure
 ) -> None:
     rig = make()
     chunks = stored(rig, 20)
@@ -153,9 +152,7 @@ def test_which_object_of_a_chunk_failed_is_known(
     until(lambda: rig.chunks_in_use == 0)
 
 
-def test_an_object_that_is_good_when_read_again_is_loaded(
-    make: Callable[..., Rig], noting: Noting
-) -> None:
+def test_an_object_that_is_good_when_read_again_is_loaded(make: MakeRig, noting: Noting) -> None:
     rig = make()
     (chunk,) = stored(rig, 1)
     path = rig.path(chunk, 0)
@@ -172,7 +169,7 @@ def test_an_object_that_is_good_when_read_again_is_loaded(
     assert rig.holds(item)
 
 
-def test_one_object_is_read_without_python_too(tmp_path: Path, noting: Noting) -> None:
+def test_one_object_is_read_without_python_too(noting: Noting) -> None:
     with closing(Rig(noting)) as rig:
         (chunk,) = stored(rig, 1)
         view = rig.shelf.view(rig.fmt)

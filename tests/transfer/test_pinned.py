@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from kvshelf.shelf.view import NamespaceView, ObjectRef
 from kvshelf.transfer import loads
 from kvshelf.transfer.context import ChunkSlots
 from kvshelf.transfer.load import Failure, Piece
-from tests.sim.storage import Fault, FaultyStorage, LendingMemory, Loan, posix
+from tests.sim.storage import FaultyStorage, LendingMemory, Loan, posix
 from tests.support.prompts import make_chunks
 from tests.support.threads import named
 from tests.support.transfers import Rig
@@ -26,14 +27,12 @@ from tests.support.waiting import PATIENCE, until
 class Lender:
     """A transfer from a storage that lends."""
 
-    def __init__(self, root: Path, **options: object) -> None:
+    def __init__(self, root: Path) -> None:
         self.reads = FaultyStorage(posix(root))
         self.faults = FaultyStorage(self.reads)
         self.lending = LendingMemory(self.reads, self.faults)
         self.others = named("kvshelf-load")
-        self.rig = Rig(
-            self.faults, memory=self.lending, blocks=200, options={"load_threads": 2}, **options
-        )
+        self.rig = Rig(self.faults, memory=self.lending, blocks=200, options={"load_threads": 2})
         #: While it is clear, lent objects do not reach their borrowers.
         self.gate = threading.Event()
         self.gate.set()
@@ -76,23 +75,16 @@ class Lender:
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., Lender]]:
-    started: list[Lender] = []
-
-    def make(**options: object) -> Lender:
-        started.append(Lender(tmp_path / "shelf", **options))
-        return started[-1]
-
-    yield make
-    for lender in started:
-        lender.close()
+def lender(tmp_path: Path) -> Iterator[Lender]:
+    with closing(Lender(tmp_path / "shelf")) as lender:
+        yield lender
 
 
 def test_lent_objects_are_loaded_where_they_lie_while_no_slot_is_free(
-    start: Callable[..., Lender], monkeypatch: pytest.MonkeyPatch
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loads, "_ANNOUNCED", 4)
-    lender = start()
+    lender: Lender = request.getfixturevalue("lender")
     rig, step, announced = lender.rig, threading.current_thread(), lender.lending.expect
     by_step: list[str] = []
 
@@ -120,8 +112,7 @@ def test_lent_objects_are_loaded_where_they_lie_while_no_slot_is_free(
     assert rig.count("loaded_bytes") == 5 * rig.loads.chunk_bytes
 
 
-def test_of_few_chunks_at_once_none_is_announced(start: Callable[..., Lender]) -> None:
-    lender = start()
+def test_of_few_chunks_at_once_none_is_announced(lender: Lender) -> None:
     rig = lender.rig
     items = rig.items(lender.put(5), 20)
     lender.gate.clear()
@@ -134,10 +125,7 @@ def test_of_few_chunks_at_once_none_is_announced(start: Callable[..., Lender]) -
     assert all(rig.holds(item) for item in items)
 
 
-def test_chunk_of_which_an_object_was_taken_back_meanwhile_has_failed(
-    start: Callable[..., Lender],
-) -> None:
-    lender = start()
+def test_chunk_of_which_an_object_was_taken_back_meanwhile_has_failed(lender: Lender) -> None:
     rig = lender.rig
     chunks = lender.put(4)
 
@@ -160,9 +148,8 @@ def test_chunk_of_which_an_object_was_taken_back_meanwhile_has_failed(
 
 
 def test_the_bytes_are_asked_for_after_the_scatter(
-    start: Callable[..., Lender], monkeypatch: pytest.MonkeyPatch
+    lender: Lender, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lender = start()
     order: list[str] = []
     scatter = HostKVCache.scatter
 
@@ -181,14 +168,12 @@ def test_the_bytes_are_asked_for_after_the_scatter(
 
 @pytest.mark.parametrize("lent", [True, False])
 def test_a_loan_that_comes_late_is_given_back_unused(
-    start: Callable[..., Lender], lent: bool, monkeypatch: pytest.MonkeyPatch
+    lender: Lender, lent: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lender = start()
     chunks = lender.put(1)
     read: list[object] = []
     monkeypatch.setattr(NamespaceView, "load", lambda *arguments: read.append(arguments))
-    hold = threading.Event()
-    lender.faults.add(Fault("pin", wait=hold))
+    hold = lender.faults.hang("pin")
     lender.lending.lends = lambda name: lent
     lender.start(chunks)
     load = lender.rig.finished()
@@ -201,8 +186,7 @@ def test_a_loan_that_comes_late_is_given_back_unused(
     assert not read
 
 
-def test_closing_ends_loads_of_lent_objects(start: Callable[..., Lender]) -> None:
-    lender = start()
+def test_closing_ends_loads_of_lent_objects(lender: Lender) -> None:
     chunks = lender.put(3)
     lender.gate.clear()
     load = lender.start(chunks)
@@ -217,8 +201,7 @@ def test_closing_ends_loads_of_lent_objects(start: Callable[..., Lender]) -> Non
     assert all(lender.rig.untouched(item) for item in lender.rig.items(chunks, 20))
 
 
-def test_a_missing_object_is_not_looked_for_twice(start: Callable[..., Lender]) -> None:
-    lender = start()
+def test_a_missing_object_is_not_looked_for_twice(lender: Lender) -> None:
     chunks = lender.put(2)
     for shard in range(lender.rig.fmt.shards):
         lender.rig.path(chunks[1], shard).unlink()
@@ -228,8 +211,7 @@ def test_a_missing_object_is_not_looked_for_twice(start: Callable[..., Lender]) 
     lender.settled(lender.rig.fmt.shards)
 
 
-def test_early_loads_are_not_announced(start: Callable[..., Lender]) -> None:
-    lender = start()
+def test_early_loads_are_not_announced(lender: Lender) -> None:
     chunks = lender.put(2)
     none, ended = torch.empty(0, dtype=torch.int64), threading.Event()
     items = [ChunkSlots(chunk, none) for chunk in chunks]

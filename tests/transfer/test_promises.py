@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -189,8 +188,7 @@ def test_a_storage_that_hangs_holds_up_neither_a_step_nor_the_end(
     rig: Rig, promises: Promises, backend: FaultyStorage
 ) -> None:
     before = named("kvshelf-marker")
-    gate = threading.Event()
-    backend.add(Fault("write", "*gave-up*", wait=gate))
+    gate = backend.hang("write", "*gave-up*")
     for attempt in ATTEMPTS:
         promises.give_up(rig.view, attempt)
     promises.close(0.01)
@@ -224,8 +222,7 @@ def test_what_waits_to_be_written_is_bounded(
 ) -> None:
     monkeypatch.setattr("kvshelf.transfer.promises._MOST_QUEUED", 5)
     monkeypatch.setattr("kvshelf.transfer.promises._BROKEN_MEMORY", 7)
-    gate = threading.Event()
-    backend.add(Fault("write", wait=gate))
+    gate = backend.hang("write")
     for attempt in ATTEMPTS:
         promises.give_up(rig.view, attempt)
     assert (len(promises._queue), len(promises._broken)) == (5, 7)

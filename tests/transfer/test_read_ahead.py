@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
@@ -145,8 +144,7 @@ class ReadAheadModel(RuleBasedStateMachine):
 
     @rule(operation=st.sampled_from(["open", "read"]), times=st.integers(1, 3))
     def hang(self, operation: str, times: int) -> None:
-        gate = threading.Event()
-        self.storage_calls.add(Fault(operation, "*.safetensors", wait=gate, times=times))
+        self.storage_calls.hang(operation, "*.safetensors", times=times)
 
     @rule()
     def answer(self) -> None:
@@ -337,8 +335,7 @@ def test_chunk_that_is_read_when_its_request_gives_it_up_leaves_nothing(tmp_path
     with closing(Waiting(tmp_path / "shelf", LENGTH)) as ahead:
         chunks, others = ahead.stored(0), ahead.stored(1, LENGTH - 1)
         ahead.path(FULL, chunks[1]).unlink()
-        gate = threading.Event()
-        ahead.storage_calls.add(Fault("read", f"*{chunks[2].key.hex()}*", wait=gate))
+        gate = ahead.storage_calls.hang("read", f"*{chunks[2].key.hex()}*")
         ahead.ahead.add("r", ahead.views[FULL], chunks[:2])
         ahead.ahead.add("r", ahead.views[FULL], chunks[2:3])
         until(lambda: bool(ahead.ahead.take_failures()))
@@ -354,8 +351,7 @@ def test_chunk_that_is_read_when_its_request_gives_it_up_leaves_nothing(tmp_path
 def test_request_that_ends_while_it_is_read_for_leaves_nothing(tmp_path: Path) -> None:
     with closing(Waiting(tmp_path / "shelf", LENGTH)) as ahead:
         chunks, others = ahead.stored(0), ahead.stored(1)
-        gate = threading.Event()
-        ahead.storage_calls.add(Fault("read", wait=gate))
+        gate = ahead.storage_calls.hang("read")
         ahead.ahead.add("r", ahead.views[FULL], chunks)
         until(lambda: ahead.opened() == 1)
         ahead.ahead.release("r")

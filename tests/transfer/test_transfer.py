@@ -201,8 +201,7 @@ def test_a_callback_that_raises_ends_no_thread(rig: Rig, caplog: pytest.LogCaptu
 def test_a_full_pool_drops_stores_and_keeps_loads_going(rig: Rig, backend: FaultyStorage) -> None:
     stored = make_chunks(rig.fmt, 2)
     rig.put(stored)
-    gate = threading.Event()
-    backend.add(Fault("write", wait=gate))
+    gate = backend.hang("write")
     outcomes = [rig.store(item) for item in rig.items(make_chunks(rig.fmt, 12, 7), 0)]
     assert outcomes.count(StoreOutcome.STAGING_FULL) > 0
     assert outcomes.index(StoreOutcome.STAGING_FULL) == outcomes.count(StoreOutcome.QUEUED)
@@ -250,8 +249,7 @@ def test_a_bound_that_is_reached_while_a_store_is_queued_drops_it(
 ) -> None:
     rig.put(make_chunks(rig.fmt, 1))
     rig.guard.bound = bound = Bound(1 << 40)
-    gate = threading.Event()
-    backend.add(Fault("stat", wait=gate))
+    gate = backend.hang("stat")
     (item,) = rig.items(make_chunks(rig.fmt, 1, 7), 0)
     assert rig.store(item) == StoreOutcome.QUEUED
     bound.left = rig.fmt.object_size(0)  # not for all objects of the chunk
@@ -369,8 +367,7 @@ def test_loads_that_hang_are_given_up_and_later_ones_fail_at_once(
     with closing(Rig(backend, options={"load_threads": 2})) as rig:
         chunks = make_chunks(rig.fmt, 3)
         rig.put(chunks)
-        gate = threading.Event()
-        backend.add(Fault("read", wait=gate))
+        gate = backend.hang("read")
         items = rig.items(chunks, 20)
         rig.start("r", items)
         load = rig.finished()
@@ -401,8 +398,7 @@ def test_one_object_that_hangs_does_not_fail_the_loads_of_others(
         chunks, others = make_chunks(rig.fmt, 2), make_chunks(rig.fmt, 4, 7)
         rig.put(chunks)
         rig.put(others)
-        gate = threading.Event()
-        backend.add(Fault("read", f"*{chunks[1].key.hex()}-1-0of*", wait=gate))
+        gate = backend.hang("read", f"*{chunks[1].key.hex()}-1-0of*")
         rig.start("hangs", rig.items(chunks, 20))
         rig.start("goes on", rig.items(others, 40))
         loads = {name: load.failed_at for name, load in rig.all_ended(2).items()}
@@ -416,8 +412,7 @@ def test_a_load_that_is_slower_than_computing_is_cut(backend: FaultyStorage, arr
     with closing(Rig(backend)) as rig:
         chunks = make_chunks(rig.fmt, 4)
         rig.put(chunks)
-        gate = threading.Event()
-        backend.add(Fault("read", f"*{chunks[arrives].key.hex()}*", wait=gate))
+        gate = backend.hang("read", f"*{chunks[arrives].key.hex()}*")
         items = rig.items(chunks, 20)
         # It may take for ever, but not with so many chunks only.
         patience = [PATIENCE * 10] * 4
@@ -476,14 +471,11 @@ def test_beside_a_load_with_such_a_bound_no_other_is_read(backend: FaultyStorage
         assert all(piece.failed_at is None for piece in rig.all_ended(2).values())
 
 
-def test_stores_that_hang_are_given_up_and_loads_go_on(
-    backend: FaultyStorage, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_stores_that_hang_are_given_up_and_loads_go_on(backend: FaultyStorage) -> None:
     with closing(Rig(backend, backoff=Backoff(1000.0, 1000.0))) as rig:
         stored = make_chunks(rig.fmt, 2)
         rig.put(stored)
-        gate = threading.Event()
-        backend.add(Fault("write", wait=gate))
+        gate = backend.hang("write")
         ended: list[str] = []
         prompts = [make_chunks(rig.fmt, 1, seed)[0] for seed in (7, 8)]
         for item in rig.items(prompts, 0):
@@ -510,8 +502,7 @@ def test_no_store_is_taken_that_no_thread_is_left_for(
 ) -> None:
     monkeypatch.setattr(threads_module, "MAX_STUCK", 1)
     with closing(Rig(backend)) as rig:
-        gate = threading.Event()
-        backend.add(Fault("write", wait=gate))
+        gate = backend.hang("write")
         ended: dict[int, str] = {}
         chunks = make_chunks(rig.fmt, 3)
         *items, late = rig.items(chunks, 0)
@@ -578,8 +569,7 @@ def test_closing_publishes_what_is_staged(rig: Rig) -> None:
 def test_closing_waits_for_a_bounded_time_and_says_what_was_lost(
     rig: Rig, backend: FaultyStorage
 ) -> None:
-    gate = threading.Event()
-    backend.add(Fault("write", wait=gate))
+    gate = backend.hang("write")
     for item in rig.items(make_chunks(rig.fmt, 3), 0):
         rig.store(item)
     assert rig.transfer.close(0.05) == 3
@@ -623,8 +613,7 @@ def test_a_store_that_closing_overtakes_is_dropped_with_its_memory(
 def test_closing_ends_the_loads_that_hang(rig: Rig, backend: FaultyStorage) -> None:
     chunks = make_chunks(rig.fmt, 2)
     rig.put(chunks)
-    gate = threading.Event()
-    backend.add(Fault("read", wait=gate))
+    gate = backend.hang("read")
     items = rig.items(chunks, 20)
     rig.start("r", items)
     assert rig.transfer.close(0.0) == 0

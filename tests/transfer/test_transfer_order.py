@@ -22,7 +22,7 @@ from kvshelf.transfer.context import ChunkSlots
 from kvshelf.transfer.load import Failure, Piece
 from kvshelf.transfer.loads import Loads
 from kvshelf.transfer.transfers import default_io_threads
-from tests.sim.storage import Fault, FaultyStorage, posix
+from tests.sim.storage import FaultyStorage, posix
 from tests.support.prompts import make_chunks
 from tests.support.transfers import Rig
 from tests.support.waiting import PATIENCE, until
@@ -267,8 +267,7 @@ def test_loads_that_share_a_read_that_hangs_fail_with_it_and_later_ones_read_ane
     with closing(Rig(gate, options={"load_threads": 2})) as rig:
         chunks = make_chunks(rig.fmt, 1)
         rig.put(chunks)
-        hold = threading.Event()
-        gate.faults.add(Fault("read", f"*{chunks[0].key.hex()}-0-0of*", wait=hold, times=1))
+        hold = gate.faults.hang("read", f"*{chunks[0].key.hex()}-0-0of*", times=1)
         rig.start("r", rig.items(chunks, 20))
         shares: list[Piece] = []
         # Its own deadline is far away.
@@ -295,9 +294,8 @@ def test_a_thread_that_is_taken_for_kept_while_it_waits_is_watched_over_all_the_
         for thread in list(loading._working):
             assert not loading.on_late_call(thread.ident or 0)
         until(lambda: len(loading._working) == 3)
-        hold = threading.Event()
         gate.shut()
-        gate.faults.add(Fault("read", f"*{chunks[0].key.hex()}*", wait=hold, times=2))
+        hold = gate.faults.hang("read", f"*{chunks[0].key.hex()}*", times=2)
         rig.start("r", rig.items(chunks, 20))
         # Two threads come for an object each.
         until(lambda: len(gate.opened) == 2)
@@ -453,7 +451,7 @@ def test_load_that_joins_an_early_one_has_the_memory_that_early_loads_lack(gate:
         rig.host.ring.release(rig.context.shares.ahead, [held])
 
 
-def test_load_has_time_for_the_bytes_of_other_kinds_before_it(rig: Rig, gate: Gate) -> None:
+def test_load_has_time_for_the_bytes_of_other_kinds_before_it(rig: Rig) -> None:
     chunks = make_chunks(rig.fmt, 1)
     rig.put(chunks)
     ended: list[Piece] = []
@@ -464,7 +462,7 @@ def test_load_has_time_for_the_bytes_of_other_kinds_before_it(rig: Rig, gate: Ga
     assert ahead.deadline > alone.deadline + 60.0
 
 
-def test_early_loads_of_a_storage_at_rest_are_no_trouble(rig: Rig, gate: Gate) -> None:
+def test_early_loads_of_a_storage_at_rest_are_no_trouble(rig: Rig) -> None:
     chunks = make_chunks(rig.fmt, 2)
     rig.put(chunks)
     rig.guard.reads.trip("broken", 1000.0)

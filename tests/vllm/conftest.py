@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import random
 import warnings
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,7 +37,7 @@ from tests.support.waiting import PATIENCE
 
 if TYPE_CHECKING:
     from tests.sim.engine import EngineModel, Start
-    from tests.sim.engine_sides import LoneScheduler, LoneWorker, Make
+    from tests.sim.engine_sides import LoneScheduler, LoneWorker, Make, MakeWorker
 
 with warnings.catch_warnings(), contextlib.suppress(ImportError):
     # Importing vLLM warns of what torch and others deprecate.
@@ -212,7 +212,7 @@ def start_model(backend: FaultyStorage) -> Iterator[Start]:
 
 
 @pytest.fixture
-def make_worker(backend: FaultyStorage) -> Iterator[Callable[..., LoneWorker]]:
+def make_worker(backend: FaultyStorage) -> Iterator[MakeWorker]:
     """Make workers without a model, on the test's storage."""
     from tests.sim.engine_sides import LoneWorker
 
@@ -222,6 +222,12 @@ def make_worker(backend: FaultyStorage) -> Iterator[Callable[..., LoneWorker]]:
             return stack.enter_context(contextlib.closing(LoneWorker(backend, **options)))
 
         yield make
+
+
+@pytest.fixture
+def rig(make_worker: MakeWorker) -> LoneWorker:
+    """A worker without a model, with the usual options."""
+    return make_worker()
 
 
 @pytest.fixture

@@ -145,14 +145,6 @@ def test_what_is_computed_behind_a_cut_load_says_enough(engine: Engine, seconds:
     assert (engine.side.ask(engine.request(65)) > 0) == (seconds < 0.64)
 
 
-def test_longer_hits_than_any_that_was_loaded_are_loaded(engine: Engine) -> None:
-    engine.learn_computing()
-    for _ in range(3):
-        engine.load(17, 0.5)
-    assert engine.side.ask(engine.request(65)) == 0
-    assert engine.side.ask(engine.request(97)) == 96
-
-
 @pytest.mark.parametrize("seconds", [0.1, 0.5, 0.8, 5.0])
 def test_a_hit_is_loaded_only_where_computing_takes_longer(engine: Engine, seconds: float) -> None:
     engine.learn(seconds)
@@ -161,15 +153,20 @@ def test_a_hit_is_loaded_only_where_computing_takes_longer(engine: Engine, secon
     assert found == (64 if seconds < 0.64 else 0)
 
 
+@pytest.mark.parametrize(
+    ("lengths", "seconds", "short", "long"),
+    # The last hit is longer than any that was loaded.
+    [(16 * (33, 65, 129, 201), 0.2, 33, 201), (3 * (17,), 0.5, 65, 97)],
+)
 def test_long_hits_are_loaded_from_a_storage_that_is_too_slow_for_short_ones(
-    engine: Engine,
+    engine: Engine, lengths: tuple[int, ...], seconds: float, short: int, long: int
 ) -> None:
     engine.learn_computing()
-    for tokens in 16 * (33, 65, 129, 201):
-        engine.load(tokens, 0.2)
+    for tokens in lengths:
+        engine.load(tokens, seconds)
     # The first chunk must not be later than a quarter of what computing takes.
-    assert engine.side.ask(engine.request(33)) == 0
-    assert engine.side.ask(engine.request(201)) == 200
+    assert engine.side.ask(engine.request(short)) == 0
+    assert engine.side.ask(engine.request(long)) == long - 1
 
 
 def test_a_refused_hit_is_counted_once_and_noted(engine: Engine) -> None:

@@ -30,7 +30,7 @@ from kvshelf.vllm.scheduler import SchedulerEngine, SchedulerSide
 from kvshelf.vllm.scheduler.read_ahead import ReadAheadPlan
 from kvshelf.vllm.worker.layers import StoredLayers
 from kvshelf.vllm.worker.weights import WorkerWeights
-from tests.sim.engine import RUNNERS, EngineModel
+from tests.sim.engine import RUNNERS, EngineModel, Start
 from tests.sim.engine_sides import limit_stores
 from tests.sim.storage import Fault, FaultyStorage, posix
 from tests.support.prompts import prompt
@@ -58,7 +58,7 @@ def backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FaultyStorage:
 
 
 @pytest.fixture
-def start(backend: FaultyStorage) -> Iterator[Callable[..., EngineModel]]:
+def start(backend: FaultyStorage) -> Iterator[Start]:
     """Start engines whose stores have memory for four chunks; they end with the test."""
     engines: list[EngineModel] = []
 
@@ -72,6 +72,11 @@ def start(backend: FaultyStorage) -> Iterator[Callable[..., EngineModel]]:
     backend.heal()
     for engine in engines:
         engine.close()
+
+
+@pytest.fixture
+def engine(start: Start) -> EngineModel:
+    return start()
 
 
 class Conversation:
@@ -207,7 +212,7 @@ def watch(patch: pytest.MonkeyPatch, kind: type, name: str, note: Callable[[], N
     ],
 )
 def test_an_error_in_any_method_in_any_step_loses_nothing(
-    start: Callable[..., EngineModel], backend: FaultyStorage, runner: str, most: int
+    start: Start, backend: FaultyStorage, runner: str, most: int
 ) -> None:
     engine = start(runner)
     conversation = Conversation(engine, backend)
@@ -238,7 +243,7 @@ def test_an_error_in_any_method_in_any_step_loses_nothing(
 
 @pytest.mark.parametrize("runner", RUNNERS)
 def test_reports_that_are_lost_repeated_or_late_change_nothing(
-    start: Callable[..., EngineModel], backend: FaultyStorage, runner: str
+    start: Start, backend: FaultyStorage, runner: str
 ) -> None:
     engine = start(runner)
     conversation = Conversation(engine, backend)
@@ -274,7 +279,7 @@ def fill(engine: EngineModel) -> list[list[int]]:
 
 
 def test_an_error_at_the_end_keeps_nothing_open(
-    start: Callable[..., EngineModel], monkeypatch: pytest.MonkeyPatch
+    start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     others = named("kvshelf")
     engine = start()
@@ -289,9 +294,8 @@ def test_an_error_at_the_end_keeps_nothing_open(
 
 
 def test_a_load_that_cannot_be_planned_is_reported_as_failed(
-    start: Callable[..., EngineModel], monkeypatch: pytest.MonkeyPatch
+    engine: EngineModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = start()
     prompts = fill(engine)
     monkeypatch.setattr(ReadAheadPlan, "loading", _fail)
     engine.add("r", prompts[0])
@@ -305,9 +309,8 @@ def _fail(*_: object, **__: object) -> float:
 
 
 def test_what_was_finished_before_an_error_is_reported_after_it(
-    start: Callable[..., EngineModel], monkeypatch: pytest.MonkeyPatch
+    engine: EngineModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = start()
     prompts = fill(engine)
     side = engine.worker.side
     add, failed = side.counters.add, []
@@ -329,9 +332,8 @@ def test_what_was_finished_before_an_error_is_reported_after_it(
 
 @pytest.mark.parametrize("lost", ["by an error in its step", "on its way"])
 def test_why_a_worker_is_disabled_reaches_the_scheduler_when_its_first_report_is_lost(
-    start: Callable[..., EngineModel], monkeypatch: pytest.MonkeyPatch, lost: str
+    engine: EngineModel, monkeypatch: pytest.MonkeyPatch, lost: str
 ) -> None:
-    engine = start()
     fill(engine)
     engine.worker.side.registration.model.disable("the caches are gone")
     with monkeypatch.context() as patch:
@@ -347,9 +349,8 @@ def test_why_a_worker_is_disabled_reaches_the_scheduler_when_its_first_report_is
 
 
 def test_error_at_the_end_of_a_request_leaves_out_no_component(
-    start: Callable[..., EngineModel], monkeypatch: pytest.MonkeyPatch
+    engine: EngineModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = start()
     prompts, side, called = fill(engine), engine.side, []
 
     def fail(component: object) -> None:

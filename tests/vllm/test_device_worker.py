@@ -9,7 +9,7 @@ import os
 import shutil
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,7 +32,7 @@ from kvshelf.vllm import connector
 from kvshelf.vllm.connector import SharedStorageConnector
 from tests.native.emulation import emulation
 from tests.server.node import LocalServer
-from tests.sim.engine import DRAFTING, EngineModel
+from tests.sim.engine import DRAFTING, EngineModel, Start
 from tests.sim.engine_caches import PLAIN, PagedCaches, transfer_config, vllm_config
 from tests.sim.storage import FaultyStorage, posix
 from tests.support.prompts import prompt
@@ -51,9 +51,7 @@ def copier(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 @pytest.fixture
-def start(
-    backend: FaultyStorage, caplog: pytest.LogCaptureFixture
-) -> Iterator[Callable[..., EngineModel]]:
+def start(backend: FaultyStorage, caplog: pytest.LogCaptureFixture) -> Iterator[Start]:
     engines: list[EngineModel] = []
 
     def start(runner: str = "V2 on a device", **options: Any) -> EngineModel:
@@ -101,7 +99,7 @@ def pinned_bytes(engine: EngineModel) -> float:
 
 
 def test_threads_that_load_are_as_many_as_idle_cores_allow(
-    start: Callable[..., EngineModel], monkeypatch: pytest.MonkeyPatch
+    start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def threads(**options: Any) -> tuple[int, int]:
         before = threading.enumerate()
@@ -212,7 +210,7 @@ def poison(engine: EngineModel) -> None:
     "hooks", ["of the connector", "of the worker", "both", "of the worker, which frees only KV"]
 )
 def test_while_the_engine_sleeps_nothing_touches_the_caches(
-    start: Callable[..., EngineModel], monkeypatch: pytest.MonkeyPatch, hooks: str
+    start: Start, monkeypatch: pytest.MonkeyPatch, hooks: str
 ) -> None:
     class Worker:
         def sleep(self, level: int = 1) -> None: ...
@@ -255,7 +253,7 @@ def test_while_the_engine_sleeps_nothing_touches_the_caches(
     assert run(engine, prompt(41)) == 40
 
 
-def test_caches_that_come_back_elsewhere_are_used_there(start: Callable[..., EngineModel]) -> None:
+def test_caches_that_come_back_elsewhere_are_used_there(start: Start) -> None:
     engine = start()
     run(engine, prompt(41))
     engine.worker.connector.unregister_kv_caches()
@@ -327,7 +325,7 @@ def test_a_node_server_takes_stores_from_the_memory_of_a_worker(
 @pytest.mark.parametrize("fault", ["event", "record", "query", "synchronize", "wait", "enqueue"])
 @pytest.mark.parametrize("runner", RUNNERS)
 def test_after_a_device_failed_the_engine_goes_on_as_with_no_cache(
-    start: Callable[..., EngineModel],
+    start: Start,
     backend: FaultyStorage,
     runner: str,
     fault: str,

@@ -241,7 +241,7 @@ def test_a_drafter_that_is_left_out_changes_nothing_else(
     assert len(namespaces(tmp_path / SHELF)) == 1
 
 
-def test_only_the_last_stage_has_a_drafter(tmp_path: Path) -> None:
+def test_only_the_last_stage_has_a_drafter() -> None:
     for rank, has in ((0, False), (1, True)):
         parallel = SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=2)
         config = SimpleNamespace(

@@ -170,8 +170,7 @@ def test_a_whole_prompt_is_promised_and_stored(
     assert consumer.loaded("r") == length
 
 
-def test_promise_of_earlier_weights_is_forgotten(start: Start) -> None:
-    engine = start()
+def test_promise_of_earlier_weights_is_forgotten(engine: EngineModel) -> None:
     record = engine.format.namespace.record
     old, new = (Namespace(record | {"weights": f"user:{name}"}) for name in ("old", "new"))
     promise = Promise()
@@ -182,8 +181,7 @@ def test_promise_of_earlier_weights_is_forgotten(start: Start) -> None:
     assert promise.handover(engine.side.engine.groups, 4 * CHUNK, CHUNK) is None
 
 
-def test_while_a_rank_can_write_nothing_nothing_is_promised(start: Start) -> None:
-    engine = start()
+def test_while_a_rank_can_write_nothing_nothing_is_promised(engine: EngineModel) -> None:
     sides.tell(side_of(engine), writes_refused=True)
     engine.add("other", prompt(203, seed=1), answer=1, transfer=ASKED)
     engine.finish()
@@ -260,10 +258,6 @@ def awaited_of(engine: EngineModel, name: str = "r") -> Awaited:
     return awaited
 
 
-def assert_nothing_is_left(engine: EngineModel) -> None:
-    assert not sides.waits_for_objects(side_of(engine))
-
-
 @pytest.mark.parametrize(("wanted", "expected"), [(3, 3), (1000, 30), (None, 30)])
 def test_params_may_shorten_the_wait_only(
     waiting: Waiting, wanted: float | None, expected: float
@@ -307,18 +301,17 @@ def test_forged_params_make_no_request_wait(
     assert line.isprintable() and line.isascii()
 
 
-def test_a_request_whose_kv_cannot_be_loaded_does_not_wait(engine: EngineModel) -> None:
-    promised = Promised(engine, prompt(203))
-    engine.add("r", promised.tokens, transfer=promised.params(), skips=True)
-    engine.finish()
-    assert counts(engine) == {"invalid": 1}
-
-
-def test_requests_with_other_salts_do_not_wait_for_each_other(start: Start) -> None:
+@pytest.mark.parametrize("why", ["reads no cache", "another salt", "an adapter without a digest"])
+def test_request_that_may_not_load_what_is_handed_over_does_not_wait(
+    start: Start, monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
     engine = start(read_only=True)
     promised = Promised(engine, prompt(203))
     promised.publish(0)
-    engine.add("r", promised.tokens, transfer=promised.params(), cache_salt="a tenant")
+    if why == "an adapter without a digest":
+        monkeypatch.setattr(AdapterDigests, "trusts", lambda *_: False)
+    options = {"skips": why == "reads no cache", "cache_salt": "a tenant" * (why == "another salt")}
+    engine.add("r", promised.tokens, transfer=promised.params(), **options)
     engine.finish()
     assert engine.loaded("r") == 0
     assert counts(engine) == {"invalid": 1}
@@ -403,28 +396,25 @@ def test_hybrid_models_use_no_end_within_an_image(
     assert engine.run(other) == [expected]
 
 
-def test_engine_without_tails_loads_the_chunks_before_one(start: Start) -> None:
-    tokens = prompt(203)
-    handover = prefill(start(), tokens)
-    engine = start()
-    side_of(engine).engine.tails = False
-    engine.add("r", tokens, answer=1, transfer=handover.params())
-    engine.finish()
-    assert engine.loaded("r") == 192
-    assert counts(engine)["complete"] == 1
-
-
-def test_prompt_that_is_handed_over_whole_is_loaded_up_to_an_image_at_its_end(
-    start: Start, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("has_tails", "items", "expected"), [(True, [(180, 203)], 176), (False, [], 192)]
+)
+def test_prompt_that_is_handed_over_whole_is_loaded_up_to_a_tail_or_an_image_at_its_end(
+    start: Start,
+    monkeypatch: pytest.MonkeyPatch,
+    has_tails: bool,
+    items: list[tuple[int, int]],
+    expected: int,
 ) -> None:
     """The last token would be computed once more, without the others of its image."""
     tokens = prompt(203)
     handover = prefill(start(), tokens)
-    monkeypatch.setattr(hits, "items_of", lambda request: [(180, 203)])
+    monkeypatch.setattr(hits, "items_of", lambda request: items)
     engine = start(model={"is_mm_prefix_lm": True})
+    side_of(engine).engine.tails = has_tails
     engine.add("r", tokens, answer=1, transfer=handover.params())
     engine.finish()
-    assert engine.loaded("r") == 176
+    assert engine.loaded("r") == expected
     assert counts(engine) == {"complete": 1}
 
 
@@ -486,7 +476,7 @@ def test_other_weights_end_the_wait(waiting: Waiting) -> None:
     engine.finish()
     assert engine.loaded("r") == 0
     assert counts(engine) == {"other_namespace": 1}
-    assert_nothing_is_left(engine)
+    assert not sides.waits_for_objects(side_of(engine))
 
 
 @pytest.mark.parametrize("number", [0, 1])
@@ -607,17 +597,3 @@ RECORD: dict[str, Any] = {
 )
 def test_what_to_set_so_that_engines_share_a_namespace(changed: dict[str, Any], line: str) -> None:
     assert how_to_unite(Namespace(RECORD), Namespace(RECORD | changed)) == line
-
-
-# --------------------------------------------------------------------- as ordinary lookups do it
-
-
-def test_an_adapter_without_a_digest_makes_no_request_wait(
-    engine: EngineModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(AdapterDigests, "trusts", lambda *_: False)
-    promised = Promised(engine, prompt(203))
-    engine.add("r", promised.tokens, answer=1, transfer=promised.params())
-    engine.finish()
-    assert counts(engine) == {"invalid": 1}
-    assert engine.loaded("r") == 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -43,7 +42,7 @@ from tests.sim.engine_caches import (
     vllm_config,
 )
 from tests.sim.engine_sides import limit_stores, next_number
-from tests.sim.storage import Fault, FaultyStorage, posix
+from tests.sim.storage import FaultyStorage, posix
 from tests.support import constants
 from tests.support.waiting import PATIENCE, while_patient
 
@@ -405,8 +404,7 @@ def test_all_kinds_come_back_to_the_byte(rig: Rig, model: str, native: bool, sta
 
 def test_windows_without_memory_are_dropped_and_full_chunks_are_refused(rig: Rig) -> None:
     """The blocks of windows may be others' in the next step."""
-    is_open = threading.Event()
-    rig.backend.add(Fault("write", "*.safetensors", wait=is_open))
+    is_open = rig.backend.hang("write", "*.safetensors")
     worker = rig.engine("gemma")
     limit_stores(worker.side, 4)
     chunks = chunks_of(worker.namespace_open, 6)

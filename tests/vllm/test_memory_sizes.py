@@ -26,7 +26,7 @@ with warnings.catch_warnings():
     from kvshelf.vllm.worker import memory
     from kvshelf.vllm.worker.memory import device_ring, io_threads, take_memory
     from tests.sim.engine_caches import make_config
-    from tests.sim.engine_sides import LoneWorker
+    from tests.sim.engine_sides import MakeWorker
 
 GIB = 1 << 30
 #: Layers, KV heads, head size, ranks; bf16.
@@ -172,15 +172,13 @@ def test_the_first_rank_warns_of_a_step_that_stores_cannot_hold(
         assert f"takes {step} bytes" in line and "twice as much memory" in line
 
 
-def test_memory_that_is_configured_is_taken_as_it_is(
-    make_worker: Callable[..., LoneWorker],
-) -> None:
+def test_memory_that_is_configured_is_taken_as_it_is(make_worker: MakeWorker) -> None:
     rig = make_worker(memory=3 << 20)
     assert rig.gauge("staging_limit_bytes") == rig.gauge("memory_tier_limit_bytes") == 3 << 20
 
 
 def test_the_ranks_of_a_machine_share_the_memory_that_is_configured(
-    make_worker: Callable[..., LoneWorker],
+    make_worker: MakeWorker,
 ) -> None:
     config = make_config("/nowhere", memory=8 << 20)
     config.parallel_config.local_world_size = 2
@@ -189,7 +187,7 @@ def test_the_ranks_of_a_machine_share_the_memory_that_is_configured(
 
 
 def test_an_engine_serves_with_the_least_memory_that_it_takes_by_default(
-    make_worker: Callable[..., LoneWorker],
+    make_worker: MakeWorker,
 ) -> None:
     rig = make_worker(memory_bytes=1)
     chunks = rig.chunks(1)

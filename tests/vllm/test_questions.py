@@ -214,8 +214,7 @@ def test_no_request_waits_for_a_load_of_which_vllm_keeps_nothing_for_it(
 ) -> None:
     start(model, drafts=drafts, budget=1024).run([*prompt(800), 1])
     engine = start(model, drafts=drafts, blocks=2000, budget=2048, requests=16)
-    hung = threading.Event()
-    backend.add(Fault("read", wait=hung))
+    hung = backend.hang("read")
     begin_alike(engine, 20, longer=longer)
     engine.step()
     assert len(loading(engine)) == 16

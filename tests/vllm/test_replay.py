@@ -139,8 +139,7 @@ def test_what_is_on_its_way_when_other_content_is_loaded_is_not_used(
     start().run(prompt(20), lora_request=adapter(folder))
     engine = start(prefix_caching=False)
     engine.add("r", prompt(20), lora_request=adapter(folder))
-    loads = threading.Event()
-    backend.add(Fault("read", wait=loads))
+    loads = backend.hang("read")
     until(lambda: engine.step() is None or engine.is_loading("r"))
     make_adapter(folder, "after, and longer")
     # As an API server does, or a request without a hit.

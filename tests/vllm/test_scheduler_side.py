@@ -106,8 +106,7 @@ def test_newer_lookup_that_the_storage_never_answers_takes_no_hit_away(make: Mak
     side.put(prompt(41), 2)
     request = side.known("r", prompt(41))
     side.lookup("r").as_of -= 2
-    gate = threading.Event()
-    side.faults.add(Fault("stat", wait=gate, times=1))
+    gate = side.faults.hang("stat", times=1)
     for _ in range(10):
         side.step()
         assert side.side.matched_tokens(request, 0) == 16
@@ -123,8 +122,7 @@ def test_a_preempted_request_is_answered_by_what_it_had_until_it_is_looked_up_an
     side.put(tokens, 2)
     request = side.known("r", tokens)
     side.step({"r": (0, 41)}, new=("r",))
-    gate = threading.Event()
-    side.faults.add(Fault("stat", wait=gate))
+    gate = side.faults.hang("stat")
     request.num_preemptions = 1
     for _ in range(3):
         # With the chunks that were to be stored, of which none is there.
@@ -166,14 +164,11 @@ def test_hit_that_vllm_does_not_take_is_not_loaded(side: LoneScheduler) -> None:
 def test_what_vllm_would_not_use_is_not_offered_held_or_counted_but_stored(
     make: Make, why: str
 ) -> None:
-    def change(config: SimpleNamespace) -> None:
-        # As in vllm/config/aux_output.py.
-        config.aux_output_config = SimpleNamespace(enabled=why == "the engine")
-
-    side = make(change=change, memory=1 << 20)
+    # As in vllm/config/aux_output.py.
+    aux_output = SimpleNamespace(enabled=why == "the engine")
+    side = make(change=_set("aux_output_config", aux_output), memory=1 << 20)
     side.put(prompt(40), 3)
-    gate = threading.Event()
-    side.faults.add(Fault("stat", wait=gate))
+    gate = side.faults.hang("stat")
     request = Request("r", prompt(40), skip_reading_prefix_cache=why == "the request")
     side.side.new_request(request)
     for _ in range(3):
@@ -241,9 +236,7 @@ def test_tail_that_is_handed_over_is_loaded_behind_all_that_vllm_has(
 # ------------------------------------------------------------------------- failed loads
 
 
-def test_a_hole_is_stored_though_it_is_long_until_it_is_computed(
-    side: LoneScheduler, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hole_is_stored_though_it_is_long_until_it_is_computed(side: LoneScheduler) -> None:
     side.put(prompt(40))
     request = Request("r", prompt(40))
     side.ask(request)
@@ -276,10 +269,7 @@ def test_answer_that_is_older_than_a_failure_ends_before_it(
 def test_idle_steps_after_a_forward_pass_are_not_a_pause(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def change(config: Any) -> None:
-        config.parallel_config.pipeline_parallel_size = 4
-
-    side = make(change=change)
+    side = make(change=_set("parallel_config.pipeline_parallel_size", 4))
     side.put(prompt(40))
     request = side.known("r", prompt(40))
     side.step({"s": (0, 1000)}, new=("s",))
@@ -327,8 +317,7 @@ def test_requests_are_not_looked_up_while_the_breaker_of_the_scheduler_is_open(
 def test_a_look_up_that_hangs_is_made_again_for_the_keys(make: Make) -> None:
     side = make(deadlines={"probe": 0.3})
     side.put(prompt(40))
-    gate = threading.Event()
-    side.faults.add(Fault("stat", wait=gate, times=1))
+    gate = side.faults.hang("stat", times=1)
     request = Request("r", prompt(40, 1))
     assert side.ask(request) == 0
     # vLLM asks again for a request that it could not admit.
@@ -495,8 +484,7 @@ def test_a_request_whose_tokens_vllm_has_waits_for_no_look_up(
 
 def _hold_lookups(side: LoneScheduler, *requests: Request) -> tuple[threading.Event, list[float]]:
     """Submit requests whose lookups wait for an event; return it, and how long steps wait."""
-    gate = threading.Event()
-    side.faults.add(Fault("stat", wait=gate))
+    gate = side.faults.hang("stat")
     waits: list[float] = []
     for request in requests:
         side.side.new_request(request)
@@ -613,10 +601,7 @@ def test_an_image_by_an_id_that_a_client_may_have_chosen_needs_a_salt(
 def test_encoders_in_other_engines_know_images_by_ids_without_marks(
     make: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def change(config: SimpleNamespace) -> None:
-        config.ec_transfer_config = SimpleNamespace()
-
-    side = make(change=change)
+    side = make(change=_set("ec_transfer_config", SimpleNamespace()))
     tokens = prompt(24)
     side.put(tokens, items=[MultimodalItem("cat", 3, 4)])
     assert side.ask(Request("r", tokens, mm_features=[image("cat", 3, 4)])) == 0
@@ -626,9 +611,7 @@ def test_encoders_in_other_engines_know_images_by_ids_without_marks(
 def test_what_is_admitted_behind_another_connector_s_load_waits_if_it_shares_its_blocks(
     make: Make,
 ) -> None:
-    side = make(
-        change=lambda config: setattr(config.scheduler_config, "async_scheduling", True),
-    )
+    side = make(change=_set("scheduler_config.async_scheduling", True))
     requests = {name: Request(name, prompt(80, n)) for n, name in enumerate("ars")}
     for request in requests.values():
         side.ask(request)
@@ -1217,10 +1200,6 @@ def test_look_ups_that_could_not_start_are_started_later(
 # ------------------------------------------------------------------------- images as a whole
 
 
-def _whole_items(config: SimpleNamespace) -> None:
-    config.model_config.is_mm_prefix_lm = True
-
-
 @pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize(
     ("images", "stored", "expected"),
@@ -1236,7 +1215,7 @@ def _whole_items(config: SimpleNamespace) -> None:
 def test_no_hit_ends_within_an_image_that_is_computed_as_a_whole(
     make: Make, whole: bool, images: list[tuple[int, int]], stored: int, expected: int
 ) -> None:
-    side = make(change=_whole_items if whole else lambda config: None)
+    side = make(change=_set("model_config.is_mm_prefix_lm", whole))
     features = [image(str(offset), offset, length) for offset, length in images]
     items = [MultimodalItem(str(offset), offset, length) for offset, length in images]
     side.put(prompt(41), stored, items=items)
@@ -1250,7 +1229,7 @@ def test_no_hit_ends_within_an_image_that_is_computed_as_a_whole(
 def test_what_follows_the_beginning_of_a_divided_image_is_not_stored(
     make: Make, whole: bool, doubtful: bool, images: list[tuple[int, int]]
 ) -> None:
-    side = make(change=_whole_items if whole else lambda config: None)
+    side = make(change=_set("model_config.is_mm_prefix_lm", whole))
     features = [image(str(offset), offset, length) for offset, length in images]
     request = Request("r", prompt(41), mm_features=features)
     assert side.ask(request) == 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -190,7 +189,7 @@ def test_what_is_unknown_is_passed_over(exposed: Exposed) -> None:
 
 
 def test_an_engine_shows_what_kvshelf_does(
-    engine: Engine, shelf: ShelfFiles, prompt: MakePrompt, tmp_path: Path
+    engine: Engine, shelf: ShelfFiles, prompt: MakePrompt
 ) -> None:
     def series() -> dict[str, float]:
         found: dict[str, float] = {}

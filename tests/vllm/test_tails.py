@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from kvshelf.format.names import object_name
 from kvshelf.vllm.metadata import StepMetadata
 from tests.sim.engine import EngineModel
 from tests.sim.engine_caches import FORMS, HEADS, PLAIN, make_config
-from tests.sim.engine_sides import CHUNK, LoneWorker, store_op
+from tests.sim.engine_sides import CHUNK, LoneWorker, MakeWorker, store_op
 from tests.sim.storage import FaultyStorage
 from tests.support.prompts import prompt
 from tests.vllm.test_blocks_and_chunks import engine_options
@@ -147,9 +146,7 @@ def pieces_of(worker: LoneWorker) -> tuple[Chunk, Chunk]:
     return chunk, tail
 
 
-def test_tail_without_the_blocks_of_all_its_tokens_is_not_stored(
-    make_worker: Callable[..., LoneWorker],
-) -> None:
+def test_tail_without_the_blocks_of_all_its_tokens_is_not_stored(make_worker: MakeWorker) -> None:
     worker = make_worker()
     chunk, tail = pieces_of(worker)
     # The first one is the null block.
@@ -160,7 +157,7 @@ def test_tail_without_the_blocks_of_all_its_tokens_is_not_stored(
 
 
 def test_engine_of_unknown_layout_says_that_it_has_no_tails(
-    make_worker: Callable[..., LoneWorker], backend: FaultyStorage
+    make_worker: MakeWorker, backend: FaultyStorage
 ) -> None:
     config = make_config(backend.url)
     for name in PLAIN[0].names:

@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from kvshelf.vllm.metadata import (
     StepMetadata,
     StoreOp,
 )
-from tests.sim.engine_sides import LoneWorker, store_op
+from tests.sim.engine_sides import LoneWorker, MakeWorker, store_op
 
 # ------------------------------------------------------------------------- hand-overs
 
@@ -40,7 +40,7 @@ def gave_up(rig: LoneWorker, *attempts: str) -> list[bool]:
 
 
 def test_tails_are_looked_for_from_the_first_hand_over_on(
-    make_worker: Callable[..., LoneWorker], monkeypatch: pytest.MonkeyPatch
+    make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun: list[Keeper] = []
 

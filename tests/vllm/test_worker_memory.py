@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
 pytest.importorskip("vllm")
@@ -19,7 +17,7 @@ from kvshelf.vllm.metadata import (
     StepMetadata,
 )
 from tests.sim.engine_caches import make_config, make_groups
-from tests.sim.engine_sides import LoneWorker, next_number
+from tests.sim.engine_sides import LoneWorker, MakeWorker, next_number
 from tests.sim.storage import Fault, FaultyStorage
 from tests.support.waiting import until
 
@@ -34,7 +32,7 @@ def same(writer: LoneWorker, block: int, reader: LoneWorker, other: int) -> bool
 
 
 @pytest.fixture
-def writer(make_worker: Callable[..., LoneWorker]) -> LoneWorker:
+def writer(make_worker: MakeWorker) -> LoneWorker:
     """An engine that has stored the four chunks of a prompt from its first blocks."""
     rig = make_worker()
     rig.store(rig.chunks(4))
@@ -42,7 +40,7 @@ def writer(make_worker: Callable[..., LoneWorker]) -> LoneWorker:
 
 
 @pytest.fixture
-def rig(writer: LoneWorker, make_worker: Callable[..., LoneWorker]) -> LoneWorker:
+def rig(writer: LoneWorker, make_worker: MakeWorker) -> LoneWorker:
     """Another one, with memory that holds nothing yet."""
     return make_worker(memory=MEMORY)
 
@@ -93,7 +91,7 @@ def test_nothing_is_read_ahead_from_a_low_latency_shelf_without_memory_for_it(
 
 @pytest.mark.parametrize("options", [{"memory": MEMORY}, {}])
 def test_chunk_that_a_worker_stored_is_loaded_from_its_memory(
-    make_worker: Callable[..., LoneWorker], options: dict[str, int]
+    make_worker: MakeWorker, options: dict[str, int]
 ) -> None:
     rig = make_worker(**options)
     chunks = rig.chunks(1)
@@ -104,9 +102,7 @@ def test_chunk_that_a_worker_stored_is_loaded_from_its_memory(
     assert bad == (set() if options else {20, 21})
 
 
-def test_engine_without_so_much_free_memory_does_not_start(
-    make_worker: Callable[..., LoneWorker],
-) -> None:
+def test_engine_without_so_much_free_memory_does_not_start(make_worker: MakeWorker) -> None:
     with pytest.raises(ConfigError, match="have to be free"):
         make_worker(memory=1 << 50)
 

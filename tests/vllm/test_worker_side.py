@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -39,6 +38,7 @@ from tests.sim.engine_caches import bind, make_caches, make_config, make_groups
 from tests.sim.engine_sides import (
     BLOCK,
     LoneWorker,
+    MakeWorker,
     limit_stores,
     next_number,
     ordered,
@@ -73,6 +73,24 @@ def _cache(make: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., None]:
     return change
 
 
+@contextlib.contextmanager
+def registering(
+    backend: FaultyStorage, change: Callable[..., None] = lambda *_: None, **options: Any
+) -> Iterator[Callable[[], SharedStorageConnector]]:
+    """Make a connector; register its caches, which were changed, when the test asks for it."""
+    config, caches = make_config(backend.url, blocks=8, **options), make_caches(8, BLOCK)
+    bind(config, caches)
+    change(config, caches)
+    made = SharedStorageConnector(config, KVConnectorRole.WORKER, make_groups(config))
+
+    def register() -> SharedStorageConnector:
+        made.register_kv_caches(caches)
+        return made
+
+    yield register
+    made.shutdown()
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -85,14 +103,8 @@ def _cache(make: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., None]:
 def test_caches_that_cannot_be_served_stop_the_start(
     backend: FaultyStorage, change: Callable[..., None], message: str
 ) -> None:
-    config = make_config(backend.url, blocks=8)
-    caches = make_caches(8, BLOCK)
-    bind(config, caches)
-    change(config, caches)
-    made = SharedStorageConnector(config, KVConnectorRole.WORKER, make_groups(config))
-    with pytest.raises(UnsupportedError, match=message):
-        made.register_kv_caches(caches)
-    made.shutdown()
+    with registering(backend, change) as register, pytest.raises(UnsupportedError, match=message):
+        register()
 
 
 @pytest.mark.parametrize(
@@ -107,16 +119,10 @@ def test_caches_that_cannot_be_served_stop_the_start(
 def test_caches_of_which_nothing_can_be_learned_are_opaque(
     backend: FaultyStorage, change: Callable[..., None]
 ) -> None:
-    config = make_config(backend.url, blocks=8)
-    caches = make_caches(8, BLOCK)
-    bind(config, caches)
-    change(config, caches)
-    made = SharedStorageConnector(config, KVConnectorRole.WORKER, make_groups(config))
-    made.register_kv_caches(caches)
-    meta = made.build_connector_worker_meta()
+    with registering(backend, change) as register:
+        meta = register().build_connector_worker_meta()
     assert isinstance(meta, WorkerMetadata)
     assert all(layout.startswith("opaque-") for layout in meta.reports[0].layouts)
-    made.shutdown()
 
 
 def test_a_layer_that_vllm_does_not_know_stops_the_start(backend: FaultyStorage) -> None:
@@ -141,18 +147,12 @@ def test_a_layer_that_vllm_does_not_know_stops_the_start(backend: FaultyStorage)
 def test_configurations_that_do_not_fit_the_model_stop_the_start(
     backend: FaultyStorage, options: dict[str, Any], message: str, weights: str
 ) -> None:
-    config = make_config(backend.url, blocks=8, weights=weights, **{"chunk_size": 8, **options})
-    caches = make_caches(8, BLOCK)
-    bind(config, caches)
-    made = SharedStorageConnector(config, KVConnectorRole.WORKER, make_groups(config))
-    with pytest.raises(ConfigError, match=message):
-        made.register_kv_caches(caches)
-    made.shutdown()
+    options = {"chunk_size": 8, "weights": weights, **options}
+    with registering(backend, **options) as register, pytest.raises(ConfigError, match=message):
+        register()
 
 
-def test_report_names_how_the_model_scales_queries(
-    make_worker: Callable[..., LoneWorker],
-) -> None:
+def test_report_names_how_the_model_scales_queries(make_worker: MakeWorker) -> None:
     # As vLLM builds Llama 4: layers with scaling, and without it.
     model = torch.nn.Sequential(*(torch.nn.Linear(1, 1) for _ in range(3)))
     for layer, tuned in zip(model, (True, True, False), strict=True):
@@ -162,12 +162,12 @@ def test_report_names_how_the_model_scales_queries(
 
 @pytest.mark.parametrize(("chunks", "warned"), [(1.9, None), (2, True), (511, True), (512, False)])
 def test_bound_below_two_chunks_is_refused_and_below_a_prompt_warned_of(
-    make_worker: Callable[..., LoneWorker],
+    rig: LoneWorker,
+    make_worker: MakeWorker,
     caplog: pytest.LogCaptureFixture,
     chunks: float,
     warned: bool | None,
 ) -> None:
-    rig = make_worker()
     chunk = sum(rig.fmt.object_size(shard) for shard in range(rig.fmt.shards))
     assert rig.config.model_config.max_model_len == 512 * rig.fmt.chunk_size
     options = {"capacity": {"max_bytes": f"{int(chunks * chunk)}B"}}
@@ -180,7 +180,7 @@ def test_bound_below_two_chunks_is_refused_and_below_a_prompt_warned_of(
 
 
 def test_releases_of_vllm_share_unless_the_layout_is_unknown(
-    make_worker: Callable[..., LoneWorker], backend: FaultyStorage, monkeypatch: pytest.MonkeyPatch
+    make_worker: MakeWorker, backend: FaultyStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names: dict[str, list[tuple[bytes, str]]] = {"known": [], "unknown": []}
     for version in ("0.32.0", "0.33.0"):
@@ -199,9 +199,7 @@ def test_releases_of_vllm_share_unless_the_layout_is_unknown(
 # ------------------------------------------------------------------------- steps
 
 
-def test_steps_without_metadata_or_work_are_no_trouble(
-    make_worker: Callable[..., LoneWorker],
-) -> None:
+def test_steps_without_metadata_or_work_are_no_trouble(make_worker: MakeWorker) -> None:
     made = make_worker().connector
     made.wait_for_save()
     made.start_load_kv(None, attn_metadata=None, request_ids=[])
@@ -223,9 +221,8 @@ def test_steps_without_metadata_or_work_are_no_trouble(
 
 @pytest.mark.parametrize("blocks", [[20, 21], [0, 21]])
 def test_a_load_that_is_refused_is_useless_where_a_window_left_blocks_out(
-    make_worker: Callable[..., LoneWorker], blocks: list[int]
+    rig: LoneWorker, blocks: list[int]
 ) -> None:
-    rig = make_worker()
     rig.step(StepMetadata(loads=[LoadOp(next_number(), "r", 0, 8, [], (blocks,))]))
     assert rig.failed_requests == ({"r"} if 0 in blocks else set())
 
@@ -233,8 +230,7 @@ def test_a_load_that_is_refused_is_useless_where_a_window_left_blocks_out(
 # ------------------------------------------------------------------------- loads that fail
 
 
-def test_load_of_another_round_is_not_begun(make_worker: Callable[..., LoneWorker]) -> None:
-    rig = make_worker()
+def test_load_of_another_round_is_not_begun(rig: LoneWorker) -> None:
     chunks = rig.chunks(1)
     rig.store(chunks)
     _, bad, _ = rig.load(LoadOp(next_number(), "r", 0, 8, chunks, ([20, 21],), round=7))
@@ -242,10 +238,7 @@ def test_load_of_another_round_is_not_begun(make_worker: Callable[..., LoneWorke
     assert not rig.same(1, 20)
 
 
-def test_failed_load_is_told_until_this_rank_is_heard(
-    make_worker: Callable[..., LoneWorker],
-) -> None:
-    rig = make_worker()
+def test_failed_load_is_told_until_this_rank_is_heard(rig: LoneWorker) -> None:
     rig.load(LoadOp(next_number(), "r", 0, 8, rig.chunks(1), ([20, 21],)))
     for heard, is_told in (({1: 99}, True), ({0: 99}, False)):
         meta = StepMetadata(heard=heard)
@@ -255,9 +248,7 @@ def test_failed_load_is_told_until_this_rank_is_heard(
         assert bool(said and said.facts) is is_told
 
 
-def test_worker_tells_when_writes_work_again(make_worker: Callable[..., LoneWorker]) -> None:
-    rig = make_worker()
-
+def test_worker_tells_when_writes_work_again(rig: LoneWorker) -> None:
     def tells_refused() -> Any:
         return getattr(rig.step(StepMetadata())[2], "writes_refused", None)
 
@@ -272,7 +263,7 @@ def test_worker_tells_when_writes_work_again(make_worker: Callable[..., LoneWork
 
 @pytest.mark.parametrize(("read_only", "bad"), [(False, True), (True, True), (True, False)])
 def test_bad_object_is_counted_where_a_read_only_shelf_keeps_it(
-    make_worker: Callable[..., LoneWorker], read_only: bool, bad: bool
+    make_worker: MakeWorker, read_only: bool, bad: bool
 ) -> None:
     writer = make_worker()
     chunks = writer.chunks(2)
@@ -295,7 +286,7 @@ def test_bad_object_is_counted_where_a_read_only_shelf_keeps_it(
     ],
 )
 def test_engine_starts_without_its_shelf_where_waiting_may_help(
-    make_worker: Callable[..., LoneWorker],
+    make_worker: MakeWorker,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     error: Exception,
@@ -307,14 +298,10 @@ def test_engine_starts_without_its_shelf_where_waiting_may_help(
     assert ("until then the engine runs without it" in caplog.text) is starts
 
 
-def test_a_cancelled_load_is_finished_and_no_failure(
-    make_worker: Callable[..., LoneWorker],
-) -> None:
-    rig = make_worker()
+def test_a_cancelled_load_is_finished_and_no_failure(rig: LoneWorker) -> None:
     chunks = rig.chunks(2)
     rig.store(chunks)
-    gate = threading.Event()
-    rig.backend.add(Fault("read", wait=gate))
+    gate = rig.backend.hang("read")
     op = LoadOp(next_number(), "r", 0, 16, chunks, ([*range(20, 24)],))
     rig.step(StepMetadata(loads=[op]))
     finished, bad, meta = rig.step(ordered(cancelled=[op.number, next_number()]))
@@ -326,11 +313,8 @@ def test_a_cancelled_load_is_finished_and_no_failure(
 
 
 def test_nothing_that_goes_wrong_ends_the_engine(
-    make_worker: Callable[..., LoneWorker],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    rig: LoneWorker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    rig = make_worker()
 
     def broken(*_: object, **__: object) -> None:
         raise RuntimeError("a bug")
@@ -350,16 +334,14 @@ def test_nothing_that_goes_wrong_ends_the_engine(
 # ------------------------------------------------------------------------- caches that change
 
 
-def test_caches_are_registered_once(make_worker: Callable[..., LoneWorker]) -> None:
-    rig = make_worker()
+def test_caches_are_registered_once(rig: LoneWorker) -> None:
     with pytest.raises(UnsupportedError, match="replaced the KV caches"):
         rig.register()
 
 
 def test_chunks_in_memory_are_published_before_an_engine_sleeps(
-    make_worker: Callable[..., LoneWorker], backend: FaultyStorage
+    rig: LoneWorker, backend: FaultyStorage
 ) -> None:
-    rig = make_worker()
     chunks = rig.chunks(2)
     backend.add(Fault("write", "*.safetensors", wait=0.1))
     ops = [store_op(chunk) for chunk in chunks]
@@ -369,13 +351,11 @@ def test_chunks_in_memory_are_published_before_an_engine_sleeps(
 
 
 def test_full_chunk_without_memory_is_refused_with_those_behind_it_of_its_request(
-    make_worker: Callable[..., LoneWorker], backend: FaultyStorage
+    rig: LoneWorker, backend: FaultyStorage
 ) -> None:
-    rig = make_worker()
     limit_stores(rig.side, 4)
     chunks, (other,) = rig.chunks(8), rig.chunks(1, seed=1)
-    gate = threading.Event()
-    backend.add(Fault("write", "*.safetensors", wait=gate))
+    gate = backend.hang("write", "*.safetensors")
     ops = [store_op(chunk, request_id="r") for chunk in chunks]
     _, _, said = rig.step(StepMetadata(stores=[*ops], number=1))
     assert said is not None and said.room == (1, 0)
@@ -390,10 +370,7 @@ def test_full_chunk_without_memory_is_refused_with_those_behind_it_of_its_reques
     assert rig.path(other).exists() and "dropped_chunks_staging_full" not in rig.counts
 
 
-def test_reset_lets_a_worker_store_again_what_it_has_stored(
-    make_worker: Callable[..., LoneWorker],
-) -> None:
-    rig = make_worker()
+def test_reset_lets_a_worker_store_again_what_it_has_stored(rig: LoneWorker) -> None:
     (chunk,) = rig.chunks(1)
     rig.store([chunk])
     rig.path(chunk).unlink()
@@ -414,13 +391,11 @@ def test_reset_lets_a_worker_store_again_what_it_has_stored(
     ],
 )
 def test_a_load_that_is_not_reported_before_its_caches_or_weights_go_fails(
-    make_worker: Callable[..., LoneWorker], backend: FaultyStorage, how: str, scattered: bool
+    rig: LoneWorker, backend: FaultyStorage, how: str, scattered: bool
 ) -> None:
-    rig = make_worker()
     chunks = rig.chunks(2)
     rig.store(chunks)
-    gate = threading.Event()
-    backend.add(Fault("read", wait=gate))
+    gate = backend.hang("read")
     gone, kept = [30, 31, 32, 33], [20, 21, 22, 23]
     loads = [
         LoadOp(next_number(), "gone", 0, 16, chunks, (gone,)),
@@ -451,9 +426,7 @@ def test_a_load_that_is_not_reported_before_its_caches_or_weights_go_fails(
 
 
 def test_a_worker_that_gets_no_thread_tries_again_and_keeps_nothing_twice(
-    make_worker: Callable[..., LoneWorker],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     rig = make_worker(opened=False)
     assert rig.reported("weights")
@@ -484,11 +457,8 @@ def test_a_worker_that_gets_no_thread_tries_again_and_keeps_nothing_twice(
 
 
 def test_an_hour_in_which_much_is_stored_and_nothing_loaded_is_told(
-    make_worker: Callable[..., LoneWorker],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    rig: LoneWorker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    rig = make_worker()
     rig.store(rig.chunks(2))
     now, hours = time.monotonic, 0.0
     monkeypatch.setattr(side_module.time, "monotonic", lambda: now() + hours * 3600)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,8 +18,8 @@ from kvshelf.vllm.metadata import BY_PARAMETERS, LoadOp, PrefetchOp, StepMetadat
 from kvshelf.vllm.namespace import build_namespace
 from kvshelf.weights.fingerprints import weights_fingerprint
 from tests.sim.engine_caches import make_config
-from tests.sim.engine_sides import LoneWorker, next_number, store_op
-from tests.sim.storage import Fault, FaultyStorage
+from tests.sim.engine_sides import LoneWorker, MakeWorker, next_number, store_op
+from tests.sim.storage import FaultyStorage
 from tests.support.waiting import until
 
 # ------------------------------------------------------------------------- weights
@@ -48,7 +47,7 @@ def with_model(backend: FaultyStorage, model: Path, **options: Any) -> SimpleNam
 
 
 def test_weights_written_while_the_engine_started_are_not_trusted(
-    make_worker: Callable[..., LoneWorker],
+    make_worker: MakeWorker,
     backend: FaultyStorage,
     model: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -96,10 +95,7 @@ def loaded_model(model: Path, kind: str) -> torch.nn.Module:
 @pytest.mark.usefixtures("old_files")
 @pytest.mark.parametrize("kind", ["subfolder", "patterns", "own patterns", "built"])
 def test_weights_below_the_folder_are_named_by_their_content(
-    make_worker: Callable[..., LoneWorker],
-    backend: FaultyStorage,
-    model: Path,
-    kind: str,
+    make_worker: MakeWorker, backend: FaultyStorage, model: Path, kind: str
 ) -> None:
     encoder = model / ("audio_tokenizer" if kind == "built" else "encoder")
     encoder.mkdir()
@@ -126,7 +122,7 @@ def test_weights_below_the_folder_are_named_by_their_content(
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # importing vLLM warns
 @pytest.mark.usefixtures("old_files")
 def test_weights_of_a_model_without_folders_below_keep_their_name(
-    make_worker: Callable[..., LoneWorker], backend: FaultyStorage, model: Path
+    make_worker: MakeWorker, backend: FaultyStorage, model: Path
 ) -> None:
     names = []
     for kind in ("plain", "another"):
@@ -142,9 +138,7 @@ def test_weights_of_a_model_without_folders_below_keep_their_name(
 # ----------------------------------------------------------- weights that change in place
 
 
-def test_weights_that_change_in_place_end_loads_and_stores_at_once(
-    make_worker: Callable[..., LoneWorker],
-) -> None:
+def test_weights_that_change_in_place_end_loads_and_stores_at_once(make_worker: MakeWorker) -> None:
     rig = make_worker(memory=4 << 20)
     chunks = rig.chunks(3)
     rig.store(chunks[:2])
@@ -170,11 +164,9 @@ def test_weights_that_change_in_place_end_loads_and_stores_at_once(
 
 
 def test_stores_of_earlier_weights_are_published_beside_those_of_new_ones(
-    make_worker: Callable[..., LoneWorker], backend: FaultyStorage
+    rig: LoneWorker, backend: FaultyStorage
 ) -> None:
-    rig = make_worker()
-    gate = threading.Event()
-    backend.add(Fault("write", "*.safetensors", wait=gate))
+    gate = backend.hang("write", "*.safetensors")
     (early,) = rig.chunks(1)
     paths = [rig.path(early)]
     rig.step(StepMetadata(stores=[store_op(early, [1, 2])]))
@@ -193,10 +185,7 @@ def test_stores_of_earlier_weights_are_published_beside_those_of_new_ones(
     assert rig.counts.get("dropped_chunks_weights_changed", 0) == 0
 
 
-def test_namespace_with_objects_of_other_sizes_disables_the_worker(
-    make_worker: Callable[..., LoneWorker],
-) -> None:
-    rig = make_worker()
+def test_namespace_with_objects_of_other_sizes_disables_the_worker(rig: LoneWorker) -> None:
     config = rig.connector.config
     larger = config.model_copy(update={"chunk_size": 2 * config.chunk_size})
     other = build_namespace(rig.config, larger, [rig.report()], "user:new")
@@ -209,7 +198,7 @@ def test_namespace_with_objects_of_other_sizes_disables_the_worker(
 
 
 def test_random_weights_are_of_use_to_nobody_else(
-    make_worker: Callable[..., LoneWorker], backend: FaultyStorage, model: Path
+    make_worker: MakeWorker, backend: FaultyStorage, model: Path
 ) -> None:
     config = with_model(backend, model)
     config.load_config.load_format = "dummy"
@@ -234,7 +223,7 @@ def test_random_weights_are_of_use_to_nobody_else(
     ],
 )
 def test_weights_from_elsewhere_are_named_by_the_loaded_parameters(
-    make_worker: Callable[..., LoneWorker],
+    make_worker: MakeWorker,
     backend: FaultyStorage,
     model: Path,
     change: Callable[[SimpleNamespace], None],
