@@ -291,13 +291,9 @@ def test_backlog_of_a_request_that_hands_nothing_over_is_dropped_with_its_end(
 # ------------------------------------------------------------- what must not be stored or promised
 
 
-def divided(root: Path) -> LoneScheduler:
-    """A side of a model that allows no image to be divided between steps."""
-
-    def change(config: Any) -> None:
-        config.model_config.is_mm_prefix_lm = True
-
-    return LoneScheduler(root, change=change)
+def divide_nothing(config: Any) -> None:
+    """Allow no image to be divided between steps."""
+    config.model_config.is_mm_prefix_lm = True
 
 
 @pytest.mark.parametrize(
@@ -311,7 +307,7 @@ def divided(root: Path) -> LoneScheduler:
 def test_what_lies_behind_a_divided_image_is_neither_promised_nor_stored(
     tmp_path: Path, first: int, length: int, steps: tuple[int, int], promised: int
 ) -> None:
-    side = divided(tmp_path)
+    side = LoneScheduler(tmp_path, change=divide_nothing)
     image_at = image("an image", first, length)
     request = Request("r", prompt(4 * CHUNK + 5), kv_transfer_params=ASKED, mm_features=[image_at])
     assert side.ask(request) == 0
@@ -327,7 +323,7 @@ def test_what_lies_behind_a_divided_image_is_neither_promised_nor_stored(
 
 
 def test_backlog_that_a_resumed_request_divides_is_dropped(tmp_path: Path) -> None:
-    side = divided(tmp_path)
+    side = LoneScheduler(tmp_path, change=divide_nothing)
     answer(side, 0)
     request = Request(
         "r",
