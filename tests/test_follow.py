@@ -11,9 +11,8 @@ import pytest
 
 pytest.importorskip("vllm")
 
-#: Of a life of this many steps, and of each further step, in which the engine waits.
+#: Calls in a life of so many steps. In a further step, in which the engine waits, there are 80.
 MOST = {"store": (2, 640), "load": (3, 620)}
-A_STEP = 80
 
 
 @pytest.mark.real
@@ -32,4 +31,4 @@ def test_calls_of_a_store_and_a_load_stay_below_their_bounds() -> None:
     assert [what for what, *_ in rows] == ["store", "load"]
     for what, steps, calls in rows:
         usual, most = MOST[what]
-        assert int(calls) <= most + A_STEP * max(0, int(steps) - usual), shown
+        assert int(calls) <= most + 80 * max(0, int(steps) - usual), shown
