@@ -18,13 +18,8 @@ MOST = {"lookup": 100, "load": 150, "store": 200, "guard": 20, "step": 180}
 @pytest.mark.real
 @pytest.mark.slow
 def test_calls_of_a_store_and_a_load_stay_below_their_bounds() -> None:
-    shown = subprocess.run(
-        [sys.executable, "-m", "tests.follow"],
-        cwd=Path(__file__).resolve().parents[1],
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
+    root = Path(__file__).resolve().parents[1]
+    shown = subprocess.check_output([sys.executable, "-m", "tests.follow"], cwd=root, text=True)
     steps = 0
     for line in shown.splitlines():
         if title := re.search(r", (\d+) steps$", line):
