@@ -530,7 +530,7 @@ def test_objects_of_a_chunk_or_a_tail_lie_one_behind_the_other_in_its_slot(
         (slot, chunk, shard) for slot, chunk in zip(slots, chunks, strict=True) for shard in shards
     ]
     for slot, chunk, shard in objects:
-        assert (slot.nbytes, slot.objects) == (places.slot_bytes_of(chunk), len(shards))
+        assert (slot.nbytes, slot.objects) == (places._layout(chunk)[0], len(shards))
         places.view(slot, chunk, shard)[:] = sealed(fmt, chunk, shard)
     for slot, chunk, shard in objects:
         view, image = places.view(slot, chunk, shard), sealed(fmt, chunk, shard)

@@ -412,10 +412,6 @@ class ChunkPlaces:
             return None
         return lambda: ring.release(copies, [slot])
 
-    def slot_bytes_of(self, chunk: Chunk) -> int:
-        """Return the bytes of a chunk's slot."""
-        return self._layout(chunk)[0]
-
     def view(self, slot: Slot, chunk: Chunk, shard: int) -> memoryview:
         """Return the bytes of an object, header included."""
         start, stop = self._layout(chunk)[1][shard]

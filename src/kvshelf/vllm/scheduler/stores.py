@@ -433,6 +433,8 @@ class SchedulerStores:
             handover = state.promise.handover(self._groups, prompt, self._size)
         kept = prompt // self._size if handover is not None and source is not None else 0
         self._drop(plan.next_chunk - max(plan.next_full, kept))
+        # From here on only chunks of the prompt wait.
+        plan.next_chunk = min(plan.next_chunk, prompt // self._size)
         if handover is None:
             asked = self._engine.hands_over and asks_for_handover(request.kv_transfer_params)
             return False, no_handover() if asked else None
@@ -468,18 +470,16 @@ class SchedulerStores:
 
     def _backlog_of(self, source: _Source) -> int:
         """Return how many chunks of a prompt that has ended are not handed out, tail included."""
-        state, prompt = source.state, source.state.request.num_prompt_tokens
-        end = min(state.stores.next_chunk, prompt // self._size)
-        chunks: int = max(0, end - state.stores.next_full)
-        return chunks + self._needs_tail(state, prompt)
+        state, plan = source.state, source.state.stores
+        needs_tail = self._needs_tail(state, state.request.num_prompt_tokens)
+        return max(0, plan.next_chunk - plan.next_full) + needs_tail
 
     def _plan_ended(self, request_id: str, meta: StepMetadata, *, may_store: bool) -> None:
         """Go on with the backlog of a request that has ended; give its blocks back at the end."""
         source, until = self.ended[request_id]
         state = source.state
         if may_store:
-            end = min(state.stores.next_chunk, state.request.num_prompt_tokens // self._size)
-            self._plan_full(source, end, meta)
+            self._plan_full(source, state.stores.next_chunk, meta)
             if self._needs_tail(state, state.request.num_prompt_tokens):
                 self._plan_tail(source, meta)
         backlog = self._backlog_of(source)
