@@ -121,7 +121,7 @@ class Hits:
         chunks, size = lookup.hit_chunks, self._size
         if not self._groups.mixed:
             places = range(min(computed // size, chunks), chunks)
-            chunks = self._unfailed(state, lookup, FULL, places).stop
+            chunks = self._unfailed(lookup, FULL, places).stop
             if self._groups.hybrid:
                 # A search for full chunks alone has no ends.
                 ends = self.ends(state) or ()
@@ -132,6 +132,9 @@ class Hits:
         if state.awaited is not None and not self._has_drafter:
             # A drafter has KV of whole chunks only.
             whole = state.awaited.hit_tokens
+            if chunks * size < whole - whole % size:
+                # A piece has gone since the wait saw it.
+                whole = 0
         # One token must be left: the model has to compute an output to sample from.
         hit: int = min(chunks * size, last)
         hit -= hit % self._groups.alignment
@@ -161,12 +164,11 @@ class Hits:
         if not self._groups.mixed:
             return False
         needed = self.ranges(computed, lookup.hit_chunks * self._size).items()
-        return any(self._unfailed(state, lookup, kind, n) != n for kind, n in needed)
+        return any(self._unfailed(lookup, kind, n) != n for kind, n in needed)
 
-    def _unfailed(self, state: RequestState, lookup: Lookup, kind: Kind, places: range) -> range:
+    def _unfailed(self, lookup: Lookup, kind: Kind, places: range) -> range:
         """Return those of some chunks that lie before the first that a load has failed for."""
-        is_waited_for = state.awaited is not None and state.awaited.wait is not None
-        if lookup.chain is None or is_waited_for or not self._failed.any:
+        if lookup.chain is None or not self._failed.any:
             return places
         chunks = lookup.chain.chunks[places.start : places.stop]
         return places[: self._failed.leading([kind_key(chunk.key, kind) for chunk in chunks])]
@@ -246,8 +248,11 @@ class Hits:
             return None
         if awaited is not None and awaited.outcome is None:
             # Windows and states are useful at the end of the wait only.
-            full = range(first // self._size, self.full_chunks(lookup))
-            full = self._unfailed(state, lookup, FULL, full)
+            count = self.full_chunks(lookup)
+            if awaited.wait is not None and FULL in self._groups.kinds:
+                # It sees the full chunks first, in their order.
+                count = min(count + awaited.wait.seen, awaited.handover.tokens // self._size)
+            full = self._unfailed(lookup, FULL, range(first // self._size, count))
             return Loadable(lookup.chain.chunks, {FULL: full} if full else {}, grows=True)
         hit = self.tokens(state, lookup, first)
         if state.gave_up or hit <= first:

@@ -26,6 +26,7 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Callable
+from concurrent.futures import Future
 from itertools import islice
 from typing import Any, Final
 
@@ -160,7 +161,15 @@ class Lookups:
         state.lookup = self._submit(service, state)
         return state.lookup
 
-    def _submit(self, service: LookupService, state: RequestState) -> Lookup:
+    def look_up_after(
+        self, service: LookupService, state: RequestState, ended: Future[None]
+    ) -> None:
+        """Look up a request anew once its wait has ended. Its answer counts until then."""
+        state.newer = self._submit(service, state, ended)
+
+    def _submit(
+        self, service: LookupService, state: RequestState, ended: Future[None] | None = None
+    ) -> Lookup:
         namespace, request = self._engine.handshake.namespace, state.request
         assert namespace is not None
         digest, lora = namespace.digest, request.lora_request
@@ -177,7 +186,8 @@ class Lookups:
             make_chain,
             ends=self._hits.ends(state),
             on_done=self._recorder() if state.reads else None,
-            ready=hashed,
+            # A request that waits has its adapter's digest.
+            ready=ended or hashed,
         )
 
     def _recorder(self) -> Callable[[Lookup], None] | None:
