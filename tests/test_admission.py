@@ -92,7 +92,7 @@ class Engine:
     def hit(self, end: int, tokens: int) -> Hit:
         nbytes = -(-end // CHUNK) * CHUNK * TOKEN_BYTES
         unit = CHUNK if self.hybrid else BLOCK
-        return Hit(0, end, tokens, CHUNK, nbytes, not self.hybrid, 0, unit)
+        return Hit(0, end, tokens, CHUNK, nbytes, not self.hybrid, unit=unit)
 
     def ask(self, tokens: int) -> tuple[float, float]:
         """Serve a prompt; return how long that took, and how long the better way takes."""
@@ -132,10 +132,10 @@ class Engine:
                 # As a worker reports it: of the first chunks under way all may have come.
                 share = (place + reads / (2 if place else 1)) / hit.chunks
                 self.now += taken
-                rule.storage.learn(hit.nbytes, taken / share)
+                rule.loads[False].learn(hit.nbytes, taken / share)
                 return 0 if self.hybrid else place * CHUNK
         self.now += arrivals[-1]
-        rule.storage.learn(hit.nbytes, arrivals[-1])
+        rule.loads[False].learn(hit.nbytes, arrivals[-1])
         return hit.end
 
 
@@ -215,7 +215,7 @@ def test_slack_is_that_of_the_moment_at_which_a_steady_load_is_latest(
     seconds = rule.prefill.seconds
     hit = Hit(start, end, end + BLOCK, CHUNK, TOKEN_BYTES * length, divisible=True)
     load = share_of_computing * seconds(start, end)
-    rule.load_costs(hit).learn(hit.nbytes, load)
+    rule.loads[False].learn(hit.nbytes, load)
     late = max(
         place / length * load - seconds(start, start + place)
         for place in range(0, length + 1, length // 512)
@@ -228,7 +228,7 @@ def test_load_while_computing_is_unknown_may_take_as_long_as_usual() -> None:
     rule = AdmissionRule(STEP_TOKENS)
     hit = Hit(0, 1024, 1025, CHUNK, 1024 * TOKEN_BYTES)
     assert rule.patience(hit, Before()) == (1.0,)
-    rule.storage.learn(hit.nbytes, 1.2)
+    rule.loads[False].learn(hit.nbytes, 1.2)
     rule.prefill.learn([(1024, 1025)], 0, 2.0)
     assert rule.patience(hit, Before()) == pytest.approx((1.5,))
 
@@ -241,7 +241,7 @@ def test_hit_that_cannot_be_divided_is_admitted_if_it_loads_before_its_cut(
     hit = Hit(0, 512, 513, CHUNK, 512 * TOKEN_BYTES, divisible=False)
     for _ in range(3):
         rule.prefill.learn([(0, 512)], 0, 1.0)
-        rule.storage.learn(hit.nbytes, load_seconds)
+        rule.loads[False].learn(hit.nbytes, load_seconds)
     (cut,) = rule.patience(hit, Before())
     assert (load_seconds < cut) == admitted
     assert rule.admits(hit, Before()) == admitted

@@ -77,8 +77,8 @@ class Hit(NamedTuple):
         Of all ranks.
     divisible : bool
         A part of it, from its start, can be kept when its load is cut.
-    in_tiers : int
-        Bytes of it that lie in tiers.
+    is_near : bool
+        Most of it lies in tiers: then it counts as if all of it did.
     unit : int
         Tokens: a shorter hit ends at a multiple of it.
     """
@@ -89,13 +89,8 @@ class Hit(NamedTuple):
     chunk_tokens: int
     nbytes: int
     divisible: bool = True
-    in_tiers: int = 0
+    is_near: bool = False
     unit: int = 1
-
-    @property
-    def is_near(self) -> bool:
-        """Whether most of it lies in tiers: then it counts as if all of it did."""
-        return 2 * self.in_tiers > self.nbytes
 
     @property
     def chunks(self) -> int:
@@ -140,26 +135,18 @@ class AdmissionRule:
     Attributes
     ----------
     prefill : PrefillCosts
-    storage, tiers : LoadCosts
-        Of loads from the storage, and of those from tiers.
+    loads : dict
+        :class:`~kvshelf.costs.LoadCosts` of hits on the storage (False), and of those in tiers.
     """
 
     def __init__(self, step_tokens: int) -> None:
         self.prefill = PrefillCosts(step_tokens)
-        self.storage = LoadCosts()
-        self.tiers = LoadCosts()
+        self.loads = {False: LoadCosts(), True: LoadCosts()}
         #: When a load last began: of hits on the storage, and of those in tiers.
         self._loaded_at = {False: -math.inf, True: -math.inf}
         #: When a prompt was last computed though it had a hit, and trials since the last speedup.
         self._computed_at = -math.inf
         self._trials = self._speedups = 0
-
-    def load_costs(self, hit: Hit) -> LoadCosts:
-        """Return what loads from where a hit lies cost."""
-        return self.tiers if hit.is_near else self.storage
-
-    def _knows_computing(self, hit: Hit) -> bool:
-        return self.prefill.knows(hit.end - hit.start)
 
     def end_of_load(self, hit: Hit, before: Before, now: float) -> int:
         """Return up to which token a hit is to be loaded: its start if nothing of it is.
@@ -173,12 +160,12 @@ class AdmissionRule:
         """
         if self.is_unknown(hit):
             return hit.end
-        if self.admits(hit, before):
+        if self._is_sooner(hit, before):
             return self._end_beside_trial(hit, now)
         # A load that is tried is cut.
         cost = self.prefill.seconds(hit.start, hit.end) * (MOST_DELAY if hit.divisible else 1)
         pause = _TRIAL_PAUSE * cost
-        if self.load_costs(hit).is_certain(hit.nbytes):
+        if self.loads[hit.is_near].is_certain(hit.nbytes):
             pause = max(pause, _FRESH_SECONDS)
         return hit.end if now - self._loaded_at[hit.is_near] >= pause else hit.start
 
@@ -193,14 +180,16 @@ class AdmissionRule:
 
     def is_unknown(self, hit: Hit) -> bool:
         """Whether no load of a hit's size is known, or no step."""
-        return not (self.load_costs(hit).knows(hit.nbytes) and self.prefill.most)
+        return not (self.loads[hit.is_near].knows(hit.nbytes) and self.prefill.most)
 
     def admits(self, hit: Hit, before: Before) -> bool:
+        """Whether a hit is loaded, but for trials: it is sooner, or of unknown costs."""
+        return self.is_unknown(hit) or self._is_sooner(hit, before)
+
+    def _is_sooner(self, hit: Hit, before: Before) -> bool:
         """Whether a hit is expected to be loaded sooner than it is computed."""
-        if self.is_unknown(hit):
-            return True
-        costs, others = self.load_costs(hit), before.beside(hit)
-        is_known = self._knows_computing(hit)
+        costs, others = self.loads[hit.is_near], before.beside(hit)
+        is_known = self.prefill.knows(hit.end - hit.start)
         seconds = self.prefill.seconds if is_known else self.prefill.seconds_at_most
         load = costs.seconds(others + hit.nbytes)
         rest, whole = seconds(hit.end, hit.tokens), seconds(hit.start, hit.tokens)
@@ -230,7 +219,7 @@ class AdmissionRule:
         passed = now - self._computed_at
         if is_certain and passed < _FRESH_SECONDS:
             return hit.end
-        seconds, load = self.prefill.seconds_at_most, self.load_costs(hit).seconds(hit.nbytes)
+        seconds, load = self.prefill.seconds_at_most, self.loads[hit.is_near].seconds(hit.nbytes)
         rest, length = seconds(hit.end, hit.tokens), hit.end - hit.start
         dearest = _PART_COST * (load + rest)
         if not (hit.divisible or is_certain):
@@ -255,10 +244,11 @@ class AdmissionRule:
 
     def at_once(self, hit: Hit, before: Before) -> int:
         """Return how many chunks are read at once, so that the first are there before a cut."""
-        costs = self.load_costs(hit)
+        costs = self.loads[hit.is_near]
         if not (costs.knows(hit.nbytes) or before.loads):
             return int(0.5 + hit.chunks ** (1 / 3))
-        if not (hit.divisible and costs.knows(hit.nbytes) and self._knows_computing(hit)):
+        is_known = costs.knows(hit.nbytes) and self.prefill.knows(hit.end - hit.start)
+        if not (hit.divisible and is_known):
             return hit.chunks
         seconds, others = _SLACK_SHARE * self._slack(hit, before), before.beside(hit)
         return costs.at_once(hit.nbytes / hit.chunks, others, seconds, hit.chunks)
@@ -279,8 +269,8 @@ class AdmissionRule:
             Seconds from now: at place i, when a load is cut of which i chunks are there. The last
             one also holds for all that follow.
         """
-        if not self._knows_computing(hit):
-            costs, longest = self.load_costs(hit), (1 + before.loads) * _UNKNOWN_SECONDS
+        if not self.prefill.knows(hit.end - hit.start):
+            costs, longest = self.loads[hit.is_near], (1 + before.loads) * _UNKNOWN_SECONDS
             if costs.knows(hit.nbytes):
                 usual = costs.seconds(self.bytes_on_way(hit, before))
                 longest = max(longest, (1 + MOST_DELAY) * usual)
@@ -306,7 +296,7 @@ class AdmissionRule:
         """
         whole = self.prefill.seconds(hit.start, hit.end)
         curve = self.prefill.seconds_of(0.0, attended(0, hit.end - hit.start))
-        slope = self.load_costs(hit).seconds(hit.nbytes) - whole + curve
+        slope = self.loads[hit.is_near].seconds(hit.nbytes) - whole + curve
         share = 0.0
         if slope > 0:
             share = slope / (2 * curve) if slope < 2 * curve else 1.0

@@ -122,12 +122,18 @@ class ShelfView(ABC):
         The storage.
     fmt : ObjectFormat
         Format of the kind's objects.
+
+    Attributes
+    ----------
+    chunk_bytes : int
+        Bytes of the kind's objects of one whole chunk.
     """
 
     def __init__(self, backend: GuardedBackend, fmt: ObjectFormat) -> None:
         self.backend = backend
         self.fmt = fmt
         self._sizes = tuple(fmt.object_size(shard) for shard in range(fmt.shards))
+        self.chunk_bytes = sum(self._sizes)
 
     @property
     def available(self) -> bool:

@@ -220,11 +220,12 @@ class Admission:
 
     def _hit(self, state: RequestState, start: int, end: int) -> Hit:
         ranges, lookup = self._hits.ranges(start, end), state.lookup
-        nbytes = sum(len(indices) * self._chunk_bytes(kind) for kind, indices in ranges.items())
-        in_tiers = 0 if lookup is None else int(lookup.in_disk_tier * nbytes)
+        views = self._engine.views
+        nbytes = sum(len(indices) * views[kind].chunk_bytes for kind, indices in ranges.items())
+        in_tiers = 0 if lookup is None else lookup.in_disk_tier * nbytes
         if self._memory:
             in_memory = sum(
-                self._chunk_bytes(kind)
+                views[kind].chunk_bytes
                 for kind, chunks in self._hits.to_load(state, start, end).items()
                 for chunk in chunks
                 if kind_key(chunk.key, kind) in self._memory
@@ -232,22 +233,22 @@ class Admission:
             in_tiers = max(in_tiers, in_memory)
         tokens, divisible = state.request.num_tokens, not self._groups.hybrid
         unit = self._groups.alignment
+        is_near = 2 * in_tiers > nbytes
         return Hit(
-            start, end, tokens, self._engine.config.chunk_size, nbytes, divisible, in_tiers, unit
+            start, end, tokens, self._engine.config.chunk_size, nbytes, divisible, is_near, unit
         )
 
     def _note(self, kind: Kind, chunks: Iterable[Chunk]) -> None:
         """Note that chunks were loaded or are stored: then memory has them, if there is any."""
-        fmt, shelf = self._engine.views[kind].fmt, self._engine.shelf
+        view, shelf = self._engine.views[kind], self._engine.shelf
         # Ranks with the same heads have the same in memory.
-        record: Mapping[str, Any] = fmt.namespace.record
-        holders = min(self._engine.ranks, fmt.shards * len(record["stages"]))
+        record: Mapping[str, Any] = view.fmt.namespace.record
+        holders = min(self._engine.ranks, view.fmt.shards * len(record["stages"]))
         room = self._engine.config.memory_bytes * holders
         room += 0 if shelf is None else shelf.memory_bytes
         if room:
-            nbytes = self._chunk_bytes(kind)
             for chunk in chunks:
-                self._memory.note(kind_key(chunk.key, kind), nbytes, room)
+                self._memory.note(kind_key(chunk.key, kind), view.chunk_bytes, room)
 
     def _comes_before(self) -> Before:
         """Return what runs now.
@@ -272,11 +273,6 @@ class Admission:
             self._computing.put(state.id, *work(tokens, prompt))
         else:
             self._computing.drop(state.id)
-
-    def _chunk_bytes(self, kind: Kind) -> int:
-        """Return the bytes of a kind of a chunk, of all ranks."""
-        fmt = self._engine.views[kind].fmt
-        return sum(map(fmt.object_size, range(fmt.shards)))
 
     # ------------------------------------------------------------- what is learned
 
@@ -347,7 +343,7 @@ class Admission:
             for kind, chunks in loading.chunks.items():
                 self._note(kind, chunks)
             if request_id not in self._read_ahead_for:
-                expected = self._rule.load_costs(loading.hit).learn(loading.nbytes, taken)
+                expected = self._rule.loads[loading.hit.is_near].learn(loading.nbytes, taken)
                 self._count("load", expected, taken)
 
     def _count(self, what: str, expected: float, taken: float) -> None:

@@ -220,7 +220,7 @@ class SchedulerSide:
             return 0
         if not engine.adapters.trusts(state.request.lora_request):
             return 0
-        hit = self.hits.tokens(state, self.lookups.newest(state) or lookup, computed)
+        hit = self.hits.tokens(state, lookup, computed)
         has_room = hit > computed and self.hits.has_room(hit)
         end = self.admission.end_of_load(state, computed, hit) if has_room else computed
         if computed < end == hit and self.loads.shares(state, computed, hit):
