@@ -266,8 +266,8 @@ class Handovers:
             return True
         if awaited.outcome is None:
             self._end(state, awaited, outcome)
-            if state.newer is not None:
-                # It begins when the wait ends, and finds what has appeared.
+            if wait is not None and wait.seen and state.newer is not None:
+                # It began when the wait ended, and finds what has appeared.
                 state.lookup, state.newer = state.newer, None
         return False
 

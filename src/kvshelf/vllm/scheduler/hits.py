@@ -19,8 +19,7 @@ Contracts of hits
   would have to continue it.
 * A drafter never changes what is a hit.
 * A hit ends before the first chunk that a load of any request has failed for. Where objects have
-  kinds a shorter hit needs others, so a lookup must search anew (:meth:`Hits.is_refuted`). What a
-  wait for a hand-over has looked for is offered all the same.
+  kinds a shorter hit needs others, so a lookup must search anew (:meth:`Hits.is_refuted`).
 * Everything but :meth:`Hits.ranges` runs on the engine's step thread.
 
 Contracts of likely ends
