@@ -86,13 +86,6 @@ class Lookups:
     def hit(self, tokens: Sequence[int]) -> int:
         return self.look(tokens).hit_chunks
 
-    def keep_threads_busy(self) -> list[Lookup]:
-        """Let a lookup hang on each thread, so that later ones share rounds."""
-        self.storage.gate.clear()
-        lookups = [self.submit(prompt(1, seed=seed)) for seed in (7, 8)]
-        until(lambda: len(self.storage.asked) >= 2)
-        return lookups
-
     def close(self) -> None:
         self.storage.let_go()
         self.storage.gate.set()
@@ -167,17 +160,16 @@ def test_lookup_with_a_first_chunk_ignores_what_lies_before_it(far: Lookups) -> 
     assert far.hit(other) == 0
 
 
-def test_lookups_of_one_prompt_share_their_probes(far: Lookups) -> None:
+def test_remembered_answer_is_not_renewed_by_its_use(far: Lookups) -> None:
     tokens = prompt(30)
-    far.put(far.chunks(tokens))
-    first = far.keep_threads_busy()
-    waiting = [far.submit(tokens) for _ in range(8)]
-    far.storage.gate.set()
-    assert all(lookup.wait(PATIENCE) for lookup in [*first, *waiting])
-    assert [lookup.hit_chunks for lookup in waiting] == [30] * 8
-    names = [name for asked in far.storage.asked for name in asked]
-    # The two threads may ask for the same.
-    assert max(map(names.count, names)) <= 2
+    chunks = far.chunks(tokens)
+    far.put(chunks)
+    assert far.hit(tokens) == 30
+    time.sleep(40)
+    far.delete(chunks[5], 0)
+    assert far.hit(tokens) == 30
+    time.sleep(30)
+    assert far.hit(tokens) == 5
 
 
 def test_each_kind_is_remembered_fails_and_is_asked_for_by_itself() -> None:
@@ -226,8 +218,8 @@ def test_service_is_stalled_while_all_threads_are_at_one_lookup_for_too_long(far
     waiting = [far.submit(prompt(2, seed=0))]
     until(lambda: len(far.storage.asked) >= 1)
     time.sleep(0.4)
-    waiting.append(far.submit(prompt(2, seed=1)))
-    until(lambda: len(far.storage.asked) >= 2)
+    waiting += [far.submit(prompt(2, seed=seed)) for seed in range(1, 8)]
+    until(lambda: len(far.storage.asked) >= 8)
     assert not far.service.stalled(0.3), "another thread has just begun"
     time.sleep(0.35)
     assert far.service.stalled(0.3)
@@ -364,7 +356,7 @@ def test_lookups_are_given_up_while_no_thread_can_be_started(
     lookups.put(lookups.chunks(tokens))
     lookups.storage.gate.clear()
     with none_can_be_started(monkeypatch, "kvshelf-lookup"):
-        waiting = [lookups.submit(prompt(1, seed)) for seed in range(5)]
+        waiting = [lookups.submit(prompt(1, seed)) for seed in range(12)]
         # No thread is left that could come to the last.
         assert all(lookup.wait(PATIENCE) and lookup.given_up for lookup in waiting)
         assert not lookups.service.available

@@ -25,8 +25,7 @@ Contracts
   and states that a hit needs have been seen.
 * Failures and answers of the storage are remembered for each kind of a chunk, by its kind key
   (:func:`kvshelf.format.kinds.kind_key`).
-* On a high-latency storage waiting lookups share rounds: the probes of all of them are sent at
-  once, each once. A lookup that arrives meanwhile joins the next round.
+* One thread works on one lookup; on a high-latency storage eight do so at the same time.
 """
 
 from __future__ import annotations
@@ -34,10 +33,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import queue
-import sys
 import threading
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -58,20 +56,13 @@ logger = logging.getLogger(__name__)
 
 #: Chunks of which the keys are made between two pauses.
 _AT_ONCE = 8
-#: Most lookups that share rounds.
-_TOGETHER = 16
 #: Chunks of a hit for which a disk tier is asked.
 _ASKED_OF_TIER = 16
-#: Threads where a round takes long: a lookup need not wait for the end of one that has begun.
-_HIGH_LATENCY_THREADS = 2
+#: Threads where a round takes long: so many lookups wait for the storage at the same time.
+_HIGH_LATENCY_THREADS = 8
 
 #: What is looked for: a kind key, and how many of its objects, from the first on.
 _Name: TypeAlias = "tuple[bytes, int]"
-_Wanted: TypeAlias = "Mapping[_Name, tuple[Kind, Chunk]]"
-_Answers: TypeAlias = "Mapping[_Name, bool]"
-#: The search for one lookup: it yields what the storage is to be asked for, and is sent answers.
-#: It is sent None where asking for all searches together failed: then it asks for itself.
-_Steps: TypeAlias = "Generator[_Wanted, _Answers | None, None]"
 
 
 @dataclass(eq=False)
@@ -190,23 +181,6 @@ class Lookup:
                 self.log.error("a completion callback of a lookup raised", exc_info=error)
 
 
-@dataclass(eq=False, slots=True)
-class _Searching:
-    """What a thread knows of a lookup that it works on."""
-
-    #: When it was taken.
-    began: float
-    steps: _Steps
-    #: What the storage is to be asked for next.
-    wanted: _Wanted = field(default_factory=dict)
-
-    def go_on(self, answers: _Answers | None) -> None:
-        """Search with these answers until more have to be asked for."""
-        self.wanted = {}
-        with contextlib.suppress(StopIteration):
-            self.wanted = self.steps.send(answers)
-
-
 class LookupService:
     """Threads that answer lookups on one namespace of one shelf.
 
@@ -251,11 +225,10 @@ class LookupService:
         self._submitting = threading.Lock()
         self._closed = False
         # What each thread works on, and since when; absent while it waits for a lookup.
-        self._busy: dict[int, tuple[float, Sequence[Lookup]]] = {}
+        self._busy: dict[int, tuple[float, Lookup]] = {}
         self._log = RateLimitedLog(logger)
         self._high_latency = shelf.backend.properties.high_latency
         self._presence = PresenceCache() if self._high_latency and remembers else None
-        self._together = _TOGETHER if self._high_latency else 1
         self._count = _HIGH_LATENCY_THREADS if self._high_latency else 1
         self._threads = StorageThreads(
             "kvshelf-lookup",
@@ -369,17 +342,23 @@ class LookupService:
             self._queue.put(None)
 
     def _give_up(self, thread: int) -> None:
-        """End the lookups of a stuck thread."""
-        _, lookups = self._busy.pop(thread, (0.0, ()))
-        for lookup in lookups:
+        """End the lookup of a stuck thread."""
+        _, lookup = self._busy.pop(thread, (0.0, None))
+        if lookup is not None:
             lookup.finish(0, None, given_up=True)
 
     def _give_up_waiting(self) -> None:
         """End the lookups in the queue if no thread is left."""
-        with self._submitting:
-            waiting = [] if self._threads.any else self._take_more(sys.maxsize)
+        waiting: list[Lookup | None] = []
+        with self._submitting, contextlib.suppress(queue.Empty):
+            while not self._threads.any:
+                waiting.append(self._queue.get_nowait())
         for lookup in waiting:
-            lookup.finish(0, None, given_up=True)
+            if lookup is None:
+                # For a thread whose call returns.
+                self._queue.put(None)
+            else:
+                lookup.finish(0, None, given_up=True)
 
     # ------------------------------------------------------------------ on background threads
 
@@ -391,61 +370,16 @@ class LookupService:
                 # There is one for all threads, behind everything that was submitted.
                 self._queue.put(None)
                 return
+            self._busy[me] = time.monotonic(), lookup
             try:
-                self._search(lookup, me)
+                self._search(lookup)
             finally:
                 self._busy.pop(me, None)
 
-    def _search(self, first: Lookup, me: int) -> None:
-        """Search for a lookup, and for those that arrive meanwhile, until none is left."""
-        #: In the order in which they were taken.
-        active: dict[Lookup, _Searching] = {}
-        pace, more = GilPace(), [first]
-        while more or active:
-            now = time.monotonic()
-            active |= {lookup: _Searching(now, self._steps(lookup, pace)) for lookup in more}
-            self._busy[me] = next(iter(active.values())).began, tuple(active)
-            for lookup in more:
-                active[lookup].go_on(None)
-            self._round(active)
-            active = {lookup: one for lookup, one in active.items() if not lookup.done}
-            if me not in self._busy:
-                # The thread was given up: another one continues with later lookups.
-                return
-            if not any(lookup.waited_for for lookup in active):
-                pace.rest()
-            more = self._take_more(self._together - len(active)) if active else []
-
-    def _take_more(self, most: int) -> list[Lookup]:
-        taken: list[Lookup] = []
-        with contextlib.suppress(queue.Empty):
-            while len(taken) < most:
-                lookup = self._queue.get_nowait()
-                if lookup is None:
-                    # For a thread without other work, or one whose call returns.
-                    self._queue.put(None)
-                    break
-                taken.append(lookup)
-        return taken
-
-    def _round(self, active: Mapping[Lookup, _Searching]) -> None:
-        """Send what all searches look for next, and pass the answers on."""
-        for lookup in active:
-            if lookup.cancelled:
-                lookup.finish(0, None)
-        waiting = [one for lookup, one in active.items() if not lookup.done]
-        wanted: dict[_Name, tuple[Kind, Chunk]] = {}
-        for one in waiting:
-            wanted |= one.wanted
-        answers: _Answers | None = None
-        with contextlib.suppress(Exception):
-            answers = self._probe(wanted)
-        for one in waiting:
-            one.go_on(answers)
-
-    def _steps(self, lookup: Lookup, pace: GilPace) -> _Steps:
-        """Search for one lookup. If that fails, it has found nothing but its keys."""
+    def _search(self, lookup: Lookup) -> None:
+        """Answer one lookup. If that fails, it has found nothing but its keys."""
         chain: KeyChain | None = None
+        pace = GilPace()
         try:
             if not lookup.cancelled:
                 self._counters.add("lookups")
@@ -453,13 +387,13 @@ class LookupService:
             if chain is None:
                 lookup.finish(0, None)
             else:
-                yield from self._find(lookup, chain)
+                self._find(lookup, chain, pace)
         except Exception as error:  # noqa: BLE001 - cache trouble never ends an engine
             self._counters.add("probe_errors")
             self._log.error("a lookup failed and counts as a miss", exc_info=error)
             lookup.finish(0, chain, given_up=chain is None)
 
-    def _find(self, lookup: Lookup, chain: KeyChain) -> _Steps:
+    def _find(self, lookup: Lookup, chain: KeyChain, pace: GilPace) -> None:
         """Search for the keys of a lookup, unless it is given up meanwhile."""
         began, chunks, shards = time.monotonic(), chain.chunks, self._shards
         # Remembered answers are useless while nothing can be loaded.
@@ -494,13 +428,15 @@ class LookupService:
                     known[name] = True
                 else:
                     wanted[name] = kind, chunk
+            if lookup.cancelled:
+                lookup.finish(0, None)
+                return
             if wanted:
-                answers = yield wanted
-                if answers is None:
-                    answers = self._probe(wanted)
-                if lookup.done:
-                    return
-                known |= {name: answers[name] for name in wanted}
+                known |= self._probe(wanted)
+            if lookup.done:
+                return
+            if not lookup.waited_for:
+                pace.rest()
             if presence is not None:
                 seen = [
                     n[0] for n, (kind, _) in wanted.items() if known[n] and n[1] == shards[kind]
@@ -521,7 +457,7 @@ class LookupService:
             known=search.known,
         )
 
-    def _probe(self, wanted: _Wanted) -> _Answers:
+    def _probe(self, wanted: Mapping[_Name, tuple[Kind, Chunk]]) -> dict[_Name, bool]:
         """Return for each kind of a chunk whether all objects that are looked for are there."""
         pieces = [(kind, chunk, range(count)) for (_, count), (kind, chunk) in wanted.items()]
         found = find_pieces(self._views, pieces)
