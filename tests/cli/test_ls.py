@@ -148,7 +148,9 @@ def kept(empty: Place) -> Place:
         for name, said in (("0" * 16, {"max_bytes": 3 * GIB, "max_age": 7200.0}), ("1" * 16, {})):
             data = json.dumps({"max_bytes": 5 * GIB, "by": "node-7 1"} | said).encode()
             shelf.backend.write(f"{KEEPERS}/{name}", [data])
-        Pins.add(shelf.backend, "system", Pin(namespace().folder, until=time.time() + 9e5))
+        Pins.add(
+            shelf.backend, "system", Pin(namespace=namespace().folder, until=time.time() + 9e5)
+        )
         Pins.add(shelf.backend, "past", Pin(group="_", until=1.6e9))
     return empty
 

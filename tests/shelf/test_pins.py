@@ -55,10 +55,10 @@ _few_keys = st.lists(
 )
 _pin = st.builds(
     Pin,
-    st.sampled_from([None, ONE, TWO]),
-    st.sampled_from([None, "_", GROUP]),
-    st.none() | _few_keys.map(tuple),
-    st.sampled_from([None, 10.0, 15.0, 20.0]),
+    namespace=st.sampled_from([None, ONE, TWO]),
+    group=st.sampled_from([None, "_", GROUP]),
+    keys=st.none() | _few_keys.map(tuple),
+    until=st.sampled_from([None, 10.0, 15.0, 20.0]),
 )
 
 
@@ -97,7 +97,7 @@ def test_a_pin_is_read_as_it_was_written(pin: Pin) -> None:
 
 
 def test_the_file_is_that_of_the_format(backend: Backend, tmp_path: Path) -> None:
-    Pins.add(backend, "a", Pin(ONE, GROUP, [key(1)], 12.5))
+    Pins.add(backend, "a", Pin(namespace=ONE, group=GROUP, keys=(key(1),), until=12.5))
     written = json.loads((tmp_path / "shelf/.kvshelf/pins/a.json").read_bytes())
     assert written == {
         "version": 1,
@@ -112,25 +112,25 @@ def test_the_file_is_that_of_the_format(backend: Backend, tmp_path: Path) -> Non
     ("content", "problem"),
     [
         (b"", "0 bytes; expected"),
-        (b"\xff\xfe{", "not JSON"),
-        (b"[" * 100_000, "not JSON"),
-        (b"[]", "expected an object"),
+        (b"\xff\xfe{", "expected value"),
+        (b"[" * 100_000, "recursion limit"),
+        (b"[]", "version is None"),
         (b"{}", "version"),
         (b'{"version":0,"namespace":null}', "version is 0"),
         (b'{"version":true}', "version is True"),
         (b'{"version":1}', "neither"),
-        (b'{"version":1,"namespace":"../x"}', "namespace is"),
-        (b'{"version":1,"namespace":7}', "namespace is"),
+        (b'{"version":1,"namespace":"../x"}', "namespace: Value error, found '../x'"),
+        (b'{"version":1,"namespace":7}', "namespace: Input should be a valid string"),
         (b'{"version":1,"group":"G"}', "salt group 'G'"),
-        (b'{"version":1,"group":7}', "group is 7"),
-        (b'{"version":1,"keys":"all"}', "keys are"),
-        (b'{"version":1,"keys":["00"]}', "one of its keys"),
-        (b'{"version":1,"keys":[null]}', "one of its keys"),
-        (b'{"version":1,"group":"_","until":NaN}', "expires at"),
-        (b'{"version":1,"group":"_","until":-1}', "expires at"),
-        (b'{"version":1,"group":"_","until":true}', "expires at"),
-        (b'{"version":1,"group":"_","until":"never"}', "expires at"),
-        (b'{"version":1,"group":"_","until":1' + b"0" * 400 + b"}", "expires at"),
+        (b'{"version":1,"group":7}', "group: Input should be a valid string"),
+        (b'{"version":1,"keys":"all"}', "keys: Input should be a valid array"),
+        (b'{"version":1,"keys":["00"]}', "keys.0: Data should have at least 32"),
+        (b'{"version":1,"keys":[null]}', "keys.0: Input"),
+        (b'{"version":1,"group":"_","until":NaN}', "until: Input"),
+        (b'{"version":1,"group":"_","until":-1}', "until: Input"),
+        (b'{"version":1,"group":"_","until":true}', "until: Input"),
+        (b'{"version":1,"group":"_","until":"never"}', "until: Input"),
+        (b'{"version":1,"group":"_","until":1' + b"0" * 400 + b"}", "until: Input"),
         (b" " * (MAX_BYTES + 1), f"{MAX_BYTES + 1} bytes; expected"),
     ],
 )

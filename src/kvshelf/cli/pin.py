@@ -96,9 +96,10 @@ def _made(
     """Return the pin; one of prompts in several namespaces has no namespace, only their keys."""
     until = None if seconds is None else time.time() + seconds
     if found is None:
-        return Pin(folders[0] if folders else None, group, None, until)
-    keys = list(dict.fromkeys(key for each in found for key in each.keys))
-    return Pin(found[0].folder if len(found) == 1 else None, group, keys, until)
+        return Pin(namespace=folders[0] if folders else None, group=group, until=until)
+    keys = tuple(dict.fromkeys(key for each in found for key in each.keys))
+    folder = found[0].folder if len(found) == 1 else None
+    return Pin(namespace=folder, group=group, keys=keys, until=until)
 
 
 def _row(made: Pin, found: list[PromptKeys] | None) -> dict[str, Any]:

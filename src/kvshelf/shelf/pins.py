@@ -21,14 +21,16 @@ may be used from any thread.
 
 from __future__ import annotations
 
-import json
+import contextlib
 import logging
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from itertools import islice
-from typing import Any, Final
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic_core import from_json
 
 from kvshelf.backends import Backend
 from kvshelf.backends.base import delete_one, probe
@@ -50,38 +52,46 @@ MAX_PINS: Final = 4096
 MAX_TOTAL_BYTES: Final = 64 << 20
 #: Seconds after a change before a file's size and time tell it from any later one.
 _SETTLED_SECONDS: Final = 60.0
-_VERSION: Final = 1
-_FIELDS: Final = {"version", "namespace", "group", "keys", "until"}
-_LATEST: Final = 1 << 53
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", re.ASCII)
-_KEY: Final = re.compile(r"[0-9a-f]{64}", re.ASCII)
 
 #: A namespace by the 16 hex digits of its folder, and a salt group; None: all.
 _Scope = tuple[str | None, str | None]
 
 
-@dataclass(frozen=True, slots=True)
-class Pin:
+def _check_namespace(folder: str) -> str:
+    if parse_namespace_folder(folder) is None:
+        raise ValueError(f"found {short_repr(folder)}; expected <slug>-<16 hex>")
+    return folder
+
+
+class Pin(BaseModel):
     """One pin: the chunks of a namespace, of a salt group, and with certain keys.
 
-    Conditions that are given all have to hold; at least one is given.
+    Conditions that are given all have to hold; a file gives at least one.
 
     Attributes
     ----------
+    version : int
+        Of the file.
     namespace : str or None
         Folder of a namespace. Its digest decides, not its slug.
     group : str or None
         A salt group: ``_`` or 16 hex.
-    keys : Sequence of bytes or None
+    keys : tuple of bytes or None
         Chunk keys, 32 bytes each.
     until : float or None
         When it expires, in seconds since the epoch.
     """
 
-    namespace: str | None = None
-    group: str | None = None
-    keys: Sequence[bytes] | None = None
-    until: float | None = None
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", ser_json_bytes="hex", val_json_bytes="hex"
+    )
+
+    version: Literal[1] = 1
+    namespace: Annotated[str, AfterValidator(_check_namespace)] | None = None
+    group: Annotated[str, AfterValidator(check_salt_group)] | None = None
+    keys: tuple[Annotated[bytes, Field(min_length=32, max_length=32)], ...] | None = None
+    until: Annotated[float, Field(ge=0, le=1 << 53, allow_inf_nan=False)] | None = None
 
     def expired(self, now: float) -> bool:
         """Whether it has expired at `now`, in seconds since the epoch."""
@@ -95,19 +105,11 @@ class Pin:
         ConfigError
             If its file would be larger than 1 MiB.
         """
-        keys = None if self.keys is None else [key.hex() for key in self.keys]
-        value = {
-            "version": _VERSION,
-            "namespace": self.namespace,
-            "group": self.group,
-            "keys": keys,
-            "until": self.until,
-        }
-        data = json.dumps(value, separators=(",", ":")).encode("ascii")
+        data = self.model_dump_json().encode("ascii")
         if len(data) > MAX_BYTES:
             raise ConfigError(
-                f"the pin has {len(data)} bytes with its {len(keys or ())} keys; expected at most"
-                f" {MAX_BYTES}: pin the prompts in several parts"
+                f"the pin has {len(data)} bytes with its {len(self.keys or ())} keys; expected at"
+                f" most {MAX_BYTES}: pin the prompts in several parts"
             )
         return data
 
@@ -122,24 +124,34 @@ class Pin:
         ValueError
             If it is no pin.
         """
+        value = from_json(data)
+        fields: dict[str, Any] = value if isinstance(value, dict) else {}
+        version, unknown = fields.get("version"), sorted(fields.keys() - cls.model_fields.keys())
+        if type(version) is not int or version < 1:
+            raise ValueError(f"its version is {short_repr(version)}; expected 1")
+        if version > 1:
+            problem = f"its version is {short_repr(version)}; expected 1"
+            raise UnknownPinError(problem, cls._widest(fields))
+        if unknown:
+            raise UnknownPinError(f"unknown field {short_repr(unknown[0])}", cls._widest(fields))
         try:
-            value = json.loads(data.decode("utf-8"))
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"it is not JSON ({error})") from None
-        if not isinstance(value, dict):
-            raise ValueError(f"found {short_repr(value)}; expected an object")
-        version = value.get("version")
-        if type(version) is not int or version < _VERSION:
-            raise ValueError(f"its version is {short_repr(version)}; expected {_VERSION}")
-        if version > _VERSION:
-            problem = f"its version is {short_repr(version)}; expected {_VERSION}"
-            raise UnknownPinError(problem, _widest(value))
-        if unknown := sorted(set(value) - _FIELDS):
-            raise UnknownPinError(f"unknown field {short_repr(unknown[0])}", _widest(value))
-        pin = cls(_namespace(value), _group(value), _keys(value), _until(value))
+            pin = cls.model_validate_json(data, strict=True)
+        except ValidationError as error:
+            lines = (f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
+            raise ValueError("; ".join(islice(lines, 3))) from None
         if pin.namespace is None and pin.group is None and pin.keys is None:
             raise ValueError("found neither a namespace, nor a group, nor keys")
         return pin
+
+    @classmethod
+    def _widest(cls, fields: Mapping[str, Any]) -> Pin:
+        """Return all that a pin of a later version can pin, by its namespace and group."""
+        namespace = group = None
+        with contextlib.suppress(ValidationError):
+            namespace = cls.model_validate({"namespace": fields.get("namespace")}).namespace
+        with contextlib.suppress(ValidationError):
+            group = cls.model_validate({"group": fields.get("group")}).group
+        return cls(namespace=namespace, group=group)
 
 
 class UnknownPinError(ValueError):
@@ -378,61 +390,6 @@ def _files(backend: Backend) -> Iterator[tuple[str, int, float]]:
             yield name, row.size, row.mtime
 
 
-def _widest(value: Mapping[str, Any]) -> Pin:
-    """Return all that a pin of a later version can pin, by its namespace and group."""
-
-    def read(part: Callable[[Mapping[str, Any]], str | None]) -> str | None:
-        try:
-            return part(value)
-        except ValueError:
-            return None
-
-    return Pin(read(_namespace), read(_group))
-
-
 def _scope_text(pin: Pin) -> str:
     named = [part for part in (pin.namespace, pin.group) if part is not None]
     return "/".join(named) or "the whole shelf"
-
-
-def _namespace(value: Mapping[str, Any]) -> str | None:
-    found = value.get("namespace")
-    if found is None:
-        return None
-    if not isinstance(found, str) or parse_namespace_folder(found) is None:
-        raise ValueError(f"its namespace is {short_repr(found)}; expected <slug>-<16 hex>")
-    return found
-
-
-def _group(value: Mapping[str, Any]) -> str | None:
-    found = value.get("group")
-    if found is None:
-        return None
-    if not isinstance(found, str):
-        raise ValueError(f"its group is {short_repr(found)}; expected _ or 16 hex digits")
-    return check_salt_group(found)
-
-
-def _keys(value: Mapping[str, Any]) -> tuple[bytes, ...] | None:
-    found = value.get("keys")
-    if found is None:
-        return None
-    if not isinstance(found, list):
-        raise ValueError(f"its keys are {short_repr(found)}; expected a list")
-    return tuple(_key_bytes(found))
-
-
-def _key_bytes(found: Iterable[object]) -> Iterator[bytes]:
-    for key in found:
-        if not isinstance(key, str) or _KEY.fullmatch(key) is None:
-            raise ValueError(f"one of its keys is {short_repr(key)}; expected 64 hex digits")
-        yield bytes.fromhex(key)
-
-
-def _until(value: Mapping[str, Any]) -> float | None:
-    found = value.get("until")
-    if found is None:
-        return None
-    if isinstance(found, bool) or not isinstance(found, int | float) or not 0 <= found <= _LATEST:
-        raise ValueError(f"it expires at {short_repr(found)}; expected seconds since the epoch")
-    return float(found)
