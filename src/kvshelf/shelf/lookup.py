@@ -3,7 +3,7 @@
 :class:`kvshelf.format.hit_rule.HitRule` says what can be loaded, for each kind of KV. Owns the
 threads that search for it, by rounds (:mod:`kvshelf.shelf.search`), and sends their probes.
 Existence of objects is the only index. On a high-latency storage an answer also stands for a while
-in a :class:`~kvshelf.shelf.presence.PresenceCache`, and a chunk that lies before one that was found
+in :class:`~kvshelf.shelf.known_chunks.KnownChunks`, and a chunk that lies before one that was found
 counts as there.
 
 Contracts
@@ -45,9 +45,8 @@ from kvshelf.format.keys import Chunk, KeyChain
 from kvshelf.format.kinds import FULL, KINDS, Kind, kind_key
 from kvshelf.logs import RateLimitedLog
 from kvshelf.metrics import Counters
-from kvshelf.shelf.failed_keys import FailedKeys
+from kvshelf.shelf.known_chunks import KnownChunks
 from kvshelf.shelf.pacing import GilPace
-from kvshelf.shelf.presence import PresenceCache
 from kvshelf.shelf.search import Search
 from kvshelf.shelf.threads import StorageThreads
 from kvshelf.shelf.view import ObjectRef, Presence, ShelfView, find_pieces
@@ -188,8 +187,8 @@ class LookupService:
     ----------
     *views : ShelfView
         The objects of each kind of a namespace.
-    failed : FailedKeys
-        Kind keys to be treated as missing.
+    known : KnownChunks
+        What loads and earlier lookups have learned of chunks.
     counters : Counters
     remembers : bool
         On a high-latency storage, remember answers for a while. False: for objects that come and
@@ -205,7 +204,7 @@ class LookupService:
     def __init__(
         self,
         *views: ShelfView,
-        failed: FailedKeys,
+        known: KnownChunks,
         counters: Counters,
         remembers: bool = True,
         on_thread_start: Callable[[], None] | None = None,
@@ -219,7 +218,7 @@ class LookupService:
         self._counts_tier = counts_tier
         self._shards = {kind: view.fmt.shards for kind, view in self._views.items()}
         self._rule = rule or HitRule.of(shelf.fmt.namespace.record)
-        self._failed = failed
+        self._known = known
         self._counters = counters
         self._queue: queue.SimpleQueue[Lookup | None] = queue.SimpleQueue()
         self._submitting = threading.Lock()
@@ -228,7 +227,7 @@ class LookupService:
         self._busy: dict[int, tuple[float, Lookup]] = {}
         self._log = RateLimitedLog(logger)
         self._high_latency = shelf.backend.properties.high_latency
-        self._presence = PresenceCache() if self._high_latency and remembers else None
+        self._remembers = self._high_latency and remembers
         self._count = _HIGH_LATENCY_THREADS if self._high_latency else 1
         self._threads = StorageThreads(
             "kvshelf-lookup",
@@ -242,7 +241,6 @@ class LookupService:
         )
         shelf.backend.count_into(counters.add)
         self._threads.start()
-        failed.subscribe(self.note_removed)
 
     @property
     def available(self) -> bool:
@@ -305,37 +303,8 @@ class LookupService:
         """Whether `lookup` may be done in a few milliseconds."""
         return not self._high_latency and (lookup.ready is None or lookup.ready.done())
 
-    def note_seen(self, keys: Sequence[bytes], asked: float) -> None:
-        """Note that all objects of kinds of chunks were seen on the shelf; any thread may call.
-
-        A search that begins now finds them, and asks the storage for none of them where it
-        remembers answers.
-
-        Parameters
-        ----------
-        keys : Sequence of bytes
-            Kind keys.
-        asked : float
-            ``time.monotonic()`` of before the storage was asked.
-        """
-        for key in keys:
-            self._failed.forget(key)
-        if self._presence is not None:
-            self._presence.note(keys, asked)
-
-    def note_removed(self, key: bytes) -> None:
-        """Note that a chunk was just deleted, or not found; lookups probe it from now on."""
-        if self._presence is not None:
-            self._presence.drop(key)
-
-    def forget(self) -> None:
-        """Forget the answers of the storage."""
-        if self._presence is not None:
-            self._presence.clear()
-
     def close(self) -> None:
         """Stop the threads once they have finished what was submitted."""
-        self._failed.unsubscribe(self.note_removed)
         self._threads.close()
         with self._submitting:
             self._closed = True
@@ -397,7 +366,7 @@ class LookupService:
         """Search for the keys of a lookup, unless it is given up meanwhile."""
         began, chunks, shards = time.monotonic(), chain.chunks, self._shards
         # Remembered answers are useless while nothing can be loaded.
-        presence = self._presence if self._shelf.backend.reads.is_closed else None
+        remembers = self._remembers and self._shelf.backend.reads.is_closed
         first = min(lookup.first_chunk, len(chunks))
         search = Search(
             self._rule,
@@ -408,8 +377,8 @@ class LookupService:
             high_latency=self._high_latency,
         )
         keys = [chunk.key for chunk in chunks[first:]]
-        remembered = first + (0 if presence is None else presence.leading(keys))
-        rounds = search.rounds(remembered, first + self._failed.leading(keys))
+        remembered = first + (self._known.leading_present(keys) if remembers else 0)
+        rounds = search.rounds(remembered, first + self._known.leading_unfailed(keys))
         asks = next(rounds, None)
         while asks is not None:
             asked = time.monotonic()
@@ -422,9 +391,9 @@ class LookupService:
                 name = kind_key(chunk.key, kind), shards[kind] if whole else 1
                 names.append(name)
                 # Full chunks that have failed are behind the end of the search.
-                if kind != FULL and name[0] in self._failed:
+                if kind != FULL and self._known.has_failed(name[0]):
                     known[name] = False
-                elif presence is not None and presence.has(name[0], seen=whole):
+                elif remembers and self._known.is_present(name[0], seen=whole):
                     known[name] = True
                 else:
                     wanted[name] = kind, chunk
@@ -437,18 +406,18 @@ class LookupService:
                 return
             if not lookup.waited_for:
                 pace.rest()
-            if presence is not None:
+            if remembers:
                 seen = [
                     n[0] for n, (kind, _) in wanted.items() if known[n] and n[1] == shards[kind]
                 ]
-                presence.note(seen, asked)
+                self._known.note_present(seen, asked)
             try:
                 asks = rounds.send([known[name] for name in names])
             except StopIteration:
                 asks = None
-        if presence is not None and FULL in shards:
+        if remembers and FULL in shards:
             inferred = chunks[remembered : search.full_chunks]
-            presence.note([chunk.key for chunk in inferred], began, seen=False)
+            self._known.note_present((chunk.key for chunk in inferred), began, seen=False)
         lookup.finish(
             search.hit_chunks - first,
             chain,

@@ -218,9 +218,7 @@ class Lookups:
 
     def reset(self) -> None:
         """Forget what is known of the shelf; what is being computed keeps its keys."""
-        self._engine.failed.clear()
-        if self._engine.lookup_service is not None:
-            self._engine.lookup_service.forget()
+        self._engine.known_chunks.clear()
         for state in self._requests.values():
             if state.waits:
                 state.drop_lookup()
