@@ -24,7 +24,7 @@ from kvshelf.format.keys import Chunk
 from kvshelf.kv.caches import DONE, LayerRun, PendingCopy, layer_calls
 from kvshelf.kv.layout import PagedLayout
 from kvshelf.shelf import threads as threads_module
-from kvshelf.transfer import known_chunks
+from kvshelf.transfer import store_history
 from kvshelf.transfer.context import ChunkSlots
 from kvshelf.transfer.load import Failure
 from kvshelf.transfer.stores import StoreOutcome
@@ -144,7 +144,7 @@ def test_bad_object_is_logged_once_and_repaired_by_the_next_store(
 def test_what_was_repaired_is_remembered_within_bounds(
     backend: FaultyStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(known_chunks, "_PUBLISHED_MEMORY", 2)
+    monkeypatch.setattr(store_history, "_PUBLISHED_MEMORY", 2)
     with closing(Rig(backend)) as rig:
         chunks = make_chunks(rig.fmt, 3)
         rig.put(chunks)

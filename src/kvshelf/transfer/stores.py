@@ -19,7 +19,7 @@ memory already is stored from there; nothing is gathered.
 
 Dropped chunks: stores have a share of the memory, and the engine's step must not wait. A store for
 which the share has no room is dropped, or refused if its caller plans it again. What was dropped or
-published is remembered (:mod:`kvshelf.transfer.known_chunks`), and decides about the chunks behind
+published is remembered (:mod:`kvshelf.transfer.store_history`), and decides about the chunks behind
 it.
 
 Promised stores: another engine waits for these chunks. They are published before all others.
@@ -64,7 +64,7 @@ from kvshelf.memory.ring import Slot
 from kvshelf.shelf.view import ObjectRef, Presence, ShelfView
 from kvshelf.traces import trace_range
 from kvshelf.transfer.context import ChunkSlots, TransferContext, TransferHalf
-from kvshelf.transfer.known_chunks import KnownChunks
+from kvshelf.transfer.store_history import StoreHistory
 
 #: Seconds for which stores probe after a write found an object there.
 _PROBES_SECONDS: Final = 60.0
@@ -133,14 +133,14 @@ class Stores(TransferHalf):
 
     Attributes
     ----------
-    known : KnownChunks
+    known : StoreHistory
         What was published, repaired and dropped here.
     """
 
     def __init__(self, context: TransferContext) -> None:
         super().__init__(context, "store", context.store_threads)
         self._plan = context.plan
-        self.known = KnownChunks(context.fmt.kind)
+        self.known = StoreHistory(context.fmt.kind)
         self._idle = threading.Condition(self._lock)
         self._queue: deque[_StoreJob] = deque()
         #: Queued stores that are promised: they run before those in the queue.

@@ -31,7 +31,7 @@ _DROPPED_MEMORY = 16384
 _AGE_SLACK_SECONDS = 0.1
 
 
-class KnownChunks:
+class StoreHistory:
     """The chunks of one kind that were stored or dropped.
 
     Parameters
