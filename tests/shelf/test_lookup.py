@@ -413,6 +413,9 @@ def test_key_that_fails_again_waits_twice_as_long_up_to_a_bound(
 def test_key_that_fails_again_after_its_repair_waits() -> None:
     keys = KnownChunks()
     keys.note_failed(b"k", bad=True)
+    # A second load that was under way found something else wrong.
+    keys.note_failed(b"k", bad=False)
+    assert keys.is_bad(b"k")
     keys.note_good(b"k")
     assert not keys.has_failed(b"k")
     keys.note_failed(b"k", bad=True)

@@ -4,7 +4,7 @@ Owns for how long an answer of a high-latency storage, and the failure of a load
 a chunk is remembered for itself, by its kind key (:func:`kvshelf.format.kinds.kind_key`).
 
 A chunk is *seen* if all its objects were, and *inferred* if it lies before a chunk that a search
-found. A search that misses a chunk leaves nothing behind.
+found. Nothing is remembered of what a search has missed.
 
 A *failed* chunk counts as missing for a while: a load failed for it. A *bad* one has a damaged
 object; it stays failed until the object is replaced or five minutes are over. Other failures (a
@@ -16,8 +16,8 @@ Contracts
 ---------
 * An answer counts from when it was asked for, and never replaces a newer one: neither what was seen
   since, nor that the chunk has gone.
-* All methods take a lock for a moment, and none calls the storage. Any thread may call them, an
-  engine's step thread too.
+* What notes something takes a lock for a moment. No method calls the storage. Any thread may call
+  them, an engine's step thread too.
 * The number of entries is bounded; the oldest are forgotten first.
 """
 
@@ -66,6 +66,7 @@ class KnownChunks:
         with self._lock:
             self._answers.clear()
             self._failures.clear()
+            self._any_failed_until = 0.0
             self._cleared = time.monotonic()
 
     # ------------------------------------------------------------------------------- answers
@@ -127,7 +128,7 @@ class KnownChunks:
                 seconds = min(max(seconds, 2 * before[2]), max(seconds, _MOST_FAILED_SECONDS))
             elif before is not None and now < before[0]:
                 # Several loads of the same object failed together.
-                seconds = max(seconds, before[2])
+                seconds, bad = max(seconds, before[2]), bad or before[1]
             self._failures[key] = (now + seconds, bad, seconds)
             self._failures.move_to_end(key)
             self._any_failed_until = max(self._any_failed_until, now + seconds)
@@ -165,6 +166,6 @@ class KnownChunks:
         return bad and time.monotonic() < until
 
     def refutes(self, key: bytes, seen_at: float) -> bool:
-        """Whether a chunk is failed, or has failed since it was seen, however long ago that was."""
+        """Whether a chunk is failed, or has failed since ``time.monotonic()`` was `seen_at`."""
         until, _, seconds = self._failures.get(key, (0.0, False, 0.0))
         return time.monotonic() < until or seen_at < until - seconds
