@@ -11,16 +11,16 @@ A wait begins when its request arrives, and ends in one of these ways, each of w
 * ``vain``: nothing new of a bare hand-over has appeared;
 * ``other_namespace``: this engine cannot use the producer's KV;
 * ``invalid``: the params are malformed, or do not fit the request;
-* ``refused``: too many requests wait already.
+* ``refused``: too many requests wait already;
+* ``skipped``: the hand-over is bare, and too many requests wait, or many have waited in vain.
 
-A wait also ends, uncounted, when its request is aborted or served from vLLM's own cache.
+A wait also ends, uncounted, when its request is aborted, or computed or served from vLLM's cache.
 
-Of a *bare* hand-over it is not known what was promised, nor whether: the request waits for all of
-its own prompt, and no longer than its patience. Otherwise it is served
-like any request: it waits for no namespace and no broken storage, and is loaded where that pays.
-Such requests take no places of those that were promised something. Without params only chunks are
-waited for, since a producer stores a tail where it is asked to; and where none is missing, nothing
-says that the request is handed over.
+A *bare* hand-over does not say what was promised, nor whether anything was. Its request waits for
+its own prompt, as far as a hit may go, and no longer than its patience. Otherwise it is served like
+any request: it waits for no namespace and no broken storage, and is loaded where that pays. Bare
+hand-overs have places of their own. A request without params waits for chunks only, since a
+producer stores a tail only where it is asked to. It does not wait where no chunk is missing.
 
 Contracts
 ---------
@@ -33,13 +33,15 @@ Contracts
   first asks for it, and then for each further piece twice the longest time that one took. A piece
   counts as one that took a tenth of a second at least: a look at a remote storage takes as long.
 * Once three requests with a bare hand-over in a row have waited and nothing new has appeared, one
-  in sixteen waits. Each further wait in vain halves that chance, down to one in 1,024. When
+  in sixteen waits. A further wait in vain halves that chance, down to one in 1,024; waits at the
+  same time halve it once. When
   something new appears, all wait again. The log says so once.
 * An idle step sleeps up to 10 ms when every request waits for a hand-over and no other rank or
   stage depends on this engine's steps.
 * Params come from any client. They can make their own request wait, at most as long as the
   engine's option says, and nothing else.
-* Deadlines count from the arrival, by this process's monotonic clock.
+* Deadlines count from the arrival, of a bare hand-over from when vLLM first asks, by this process's
+  monotonic clock.
 * Runs on the engine's step thread and does no I/O.
 
 When :meth:`Handovers.plan` fails, requests wait on until vLLM asks.
