@@ -25,7 +25,7 @@ from kvshelf.backends import open_backend
 from kvshelf.format.keys import KeyChain
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.metrics import Counters
-from kvshelf.shelf.known_chunks import KnownChunks
+from kvshelf.shelf.failed_keys import FailedKeys
 from kvshelf.shelf.lookup import LookupService
 from kvshelf.shelf.shelf import Shelf
 
@@ -84,7 +84,7 @@ def _many_objects(settings: Settings, fmt: ObjectFormat) -> Row:
 
 
 def _service(shelf: Shelf, fmt: ObjectFormat) -> LookupService:
-    return LookupService(shelf.view(fmt), known=KnownChunks(), counters=Counters())
+    return LookupService(shelf.view(fmt), failed=FailedKeys(), counters=Counters())
 
 
 def _search(service: LookupService, fmt: ObjectFormat, chunks: int) -> Callable[[], None]:

@@ -33,7 +33,7 @@ from kvshelf.errors import (
 from kvshelf.format.keys import KeyChain
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.metrics import Counters
-from kvshelf.shelf.known_chunks import KnownChunks
+from kvshelf.shelf.failed_keys import FailedKeys
 from kvshelf.shelf.lookup import LookupService
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.shelf.view import ObjectRef
@@ -220,9 +220,9 @@ class Client:
     def __init__(self, root: Path) -> None:
         self.backend = PosixBackend(root)
         self.rig = Rig(self.backend, fmt=FMT, deadlines=PATIENT)
-        self.known = KnownChunks()
+        self.failed = FailedKeys()
         self.service = LookupService(
-            self.rig.shelf.view(FMT), known=self.known, counters=Counters()
+            self.rig.shelf.view(FMT), failed=self.failed, counters=Counters()
         )
 
     def hit(self, tokens: list[int]) -> int:
@@ -305,7 +305,7 @@ def test_what_one_client_deletes_or_replaces_is_never_wrong_for_the_other(
     load, _ = other.rig.load(chunks, 20)
     assert load.failed_at == 1
     for chunk, _ in load.failures:
-        other.known.note_failed(chunk.key, bad=False)
+        other.failed.add(chunk.key, bad=False)
     assert other.hit(tokens) <= 1
 
 

@@ -24,7 +24,7 @@ from kvshelf.backends import Backend, Deadlines, open_backend
 from kvshelf.format.keys import Chunk, KeyChain
 from kvshelf.format.names import object_name
 from kvshelf.format.objects import ObjectFormat
-from kvshelf.shelf.known_chunks import KnownChunks
+from kvshelf.shelf.failed_keys import FailedKeys
 from kvshelf.shelf.lookup import LookupService
 from kvshelf.transfer.context import ChunkSlots
 from kvshelf.transfer.load import Failure
@@ -336,7 +336,7 @@ class EngineStandIn:
             memory_chunks=24,
             deadlines=Deadlines(self.deadline, self.deadline, self.deadline),
         )
-        self.known = KnownChunks()
+        self.failed = FailedKeys()
         self.lookups = self._start_lookups()
         #: Seconds to wait for stores after an answer. An engine does not wait at all.
         self.patience = LIMIT
@@ -351,7 +351,7 @@ class EngineStandIn:
 
     def _start_lookups(self) -> LookupService:
         return LookupService(
-            self.rig.shelf.view(self.fmt), known=self.known, counters=self.rig.counters
+            self.rig.shelf.view(self.fmt), failed=self.failed, counters=self.rig.counters
         )
 
     def answer(self, prompt: Prompt) -> int:
@@ -364,7 +364,7 @@ class EngineStandIn:
         """
         begin = time.monotonic()
         for key in self.rig.transfer.take_repaired():
-            self.known.note_good(key)
+            self.failed.forget(key)
         hit, age = self._look_up(prompt)
         start = self._turn * CHUNKS * self.rig.per_chunk
         self._turn = (self._turn + 1) % 8
@@ -378,7 +378,7 @@ class EngineStandIn:
                 assert self.rig.holds(item), f"chunk {position} is wrong"
             self._last[position + start] = item
         for item in items[good:]:
-            self.rig.store(item, repair=self.known.is_bad(item.chunk.key), age=age)
+            self.rig.store(item, repair=self.failed.is_bad(item.chunk.key), age=age)
         self.rig.transfer.drain(self.patience)
         assert time.monotonic() - begin < LIMIT, "the answer had to wait for the storage"
         return good
@@ -403,7 +403,7 @@ class EngineStandIn:
             assert time.monotonic() < deadline, "the load never ends"
         (load,) = loads.values()
         for chunk, failure in load.failures:
-            self.known.note_failed(chunk.key, bad=failure is Failure.BAD)
+            self.failed.add(chunk.key, bad=failure is Failure.BAD)
         return len(items) if load.failed_at is None else load.failed_at
 
     def _forget(self, items: list[ChunkSlots]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvshelf.backends import guard, posix_mount
-from kvshelf.shelf import known_chunks
+from kvshelf.shelf import failed_keys
 from tests.faults.cells import (
     BACK_OFF,
     BucketStorage,
@@ -41,7 +41,7 @@ def mount(mounts: Callable[..., FaultMount]) -> FaultMount:
 @pytest.fixture(autouse=True)
 def short_failures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let what failed be loaded again soon."""
-    monkeypatch.setattr(known_chunks, "_FAILED_SECONDS", {True: BACK_OFF, False: BACK_OFF})
+    monkeypatch.setattr(failed_keys, "_SECONDS", {True: BACK_OFF, False: BACK_OFF})
 
 
 @pytest.fixture

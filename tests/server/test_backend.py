@@ -34,7 +34,7 @@ from kvshelf.server import session
 from kvshelf.server import shelf as shelf_module
 from kvshelf.server.segment import Segment
 from kvshelf.server.shelf import ServedShelf, open_served
-from kvshelf.shelf.known_chunks import KnownChunks
+from kvshelf.shelf.failed_keys import FailedKeys
 from kvshelf.shelf.lookup import LookupService
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.shelf.view import ObjectRef, Presence
@@ -314,7 +314,7 @@ def test_a_lookup_takes_few_messages(setting: Setting) -> None:
     for chunk in chunks:
         for shard in range(setting.fmt.shards):
             view.publish(ObjectRef(chunk, shard), sealed(setting.fmt, chunk, shard))
-    service = LookupService(view, known=KnownChunks(), counters=Counters())
+    service = LookupService(view, failed=FailedKeys(), counters=Counters())
     try:
         before = setting.server.loop.stats()["requests"]
         lookup = service.submit(

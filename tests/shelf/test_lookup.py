@@ -23,8 +23,8 @@ from kvshelf.format.kinds import FULL, STATE, Kind, kind_key
 from kvshelf.format.names import object_name
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.metrics import Counters
-from kvshelf.shelf import known_chunks
-from kvshelf.shelf.known_chunks import KnownChunks
+from kvshelf.shelf import failed_keys
+from kvshelf.shelf.failed_keys import FailedKeys
 from kvshelf.shelf.lookup import Lookup, LookupService
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.shelf.view import Presence
@@ -47,12 +47,12 @@ class Lookups:
     def __init__(self, probe_cost: float = FAR, fmt: ObjectFormat = FMT) -> None:
         self.fmt = fmt
         self.storage = NamesOnly(probe_cost)
-        self.known = KnownChunks()
+        self.failed = FailedKeys()
         self.counters = Counters()
         self.shelf = Shelf(self.storage)
         self.service = LookupService(
             *(self.shelf.view(fmt.of(kind)) for kind in fmt.kinds),
-            known=self.known,
+            failed=self.failed,
             counters=self.counters,
         )
 
@@ -148,7 +148,7 @@ def test_lookup_with_a_first_chunk_ignores_what_lies_before_it(far: Lookups) -> 
     tokens = prompt(20)
     chunks = far.chunks(tokens)
     far.put(chunks[:3] + chunks[4:])
-    far.known.note_failed(chunks[3].key, bad=True)
+    far.failed.add(chunks[3].key, bad=True)
     lookup = far.submit(tokens, first_chunk=4)
     assert lookup.wait(PATIENCE) and lookup.hit_chunks == 16
     assert far.hit(tokens) == 3
@@ -189,10 +189,10 @@ def test_each_kind_is_remembered_fails_and_is_asked_for_by_itself() -> None:
     lookups.storage.asked.clear()
     assert lookups.hit(tokens) == 8
     assert not lookups.storage.asked
-    lookups.known.note_failed(kind_key(chunks[7].key, STATE), bad=False)
+    lookups.failed.add(kind_key(chunks[7].key, STATE), bad=False)
     assert lookups.hit(tokens) == 7, "what has failed counts as missing, also where it is there"
     lookups.delete(chunks[7], 1, STATE)
-    lookups.known.clear()
+    lookups.failed.clear()
     assert lookups.hit(tokens) == 7, "it is asked for again"
     lookups.close()
 
@@ -233,7 +233,7 @@ def test_share_in_a_disk_tier_is_that_of_the_hit_alone(monkeypatch: pytest.Monke
     chunks = lookups.chunks(tokens)
     lookups.put(chunks)
     view, service = lookups.shelf.view(FMT), lookups.service
-    counting = LookupService(view, known=KnownChunks(), counters=Counters(), counts_tier=True)
+    counting = LookupService(view, failed=FailedKeys(), counters=Counters(), counts_tier=True)
     in_tier = {chunk.key for chunk in chunks[:6]}
     monkeypatch.setattr(
         view,
@@ -394,54 +394,54 @@ def test_lookup_while_the_storage_rests_makes_keys_and_finds_nothing(lookups: Lo
 def test_key_that_fails_again_waits_twice_as_long_up_to_a_bound(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(known_chunks, "_MOST_FAILED_SECONDS", 60)
-    keys = KnownChunks()
+    monkeypatch.setattr(failed_keys, "_MOST_SECONDS", 60)
+    keys = FailedKeys()
     for seconds in (10, 20, 40, 60, 60):
-        keys.note_failed(b"k", bad=False)
+        keys.add(b"k", bad=False)
         # A second load that was under way makes no difference.
-        keys.note_failed(b"k", bad=False)
+        keys.add(b"k", bad=False)
         time.sleep(seconds - 1)
-        assert keys.has_failed(b"k")
+        assert b"k" in keys
         time.sleep(1)
-        assert not keys.has_failed(b"k")
+        assert b"k" not in keys
     time.sleep(61)
-    keys.note_failed(b"k", bad=False)
+    keys.add(b"k", bad=False)
     time.sleep(10)
-    assert not keys.has_failed(b"k")
+    assert b"k" not in keys
 
 
 def test_key_that_fails_again_after_its_repair_waits() -> None:
-    keys = KnownChunks()
-    keys.note_failed(b"k", bad=True)
+    keys = FailedKeys()
+    keys.add(b"k", bad=True)
     # A second load that was under way found something else wrong.
-    keys.note_failed(b"k", bad=False)
+    keys.add(b"k", bad=False)
     assert keys.is_bad(b"k")
-    keys.note_good(b"k")
-    assert not keys.has_failed(b"k")
-    keys.note_failed(b"k", bad=True)
-    keys.note_good(b"k")
+    keys.forget(b"k")
+    assert b"k" not in keys
+    keys.add(b"k", bad=True)
+    keys.forget(b"k")
     assert keys.is_bad(b"k")
     time.sleep(600)
-    assert not keys.has_failed(b"k")
+    assert b"k" not in keys
 
 
 def test_failed_keys_beyond_the_limit_are_forgotten_oldest_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(known_chunks, "_LIMIT", 3)
-    keys = KnownChunks()
+    monkeypatch.setattr(failed_keys, "_LIMIT", 3)
+    keys = FailedKeys()
     for number in range(10):
-        keys.note_failed(bytes([number]), bad=True)
-    assert [keys.has_failed(bytes([number])) for number in range(10)] == [False] * 7 + [True] * 3
+        keys.add(bytes([number]), bad=True)
+    assert [bytes([number]) in keys for number in range(10)] == [False] * 7 + [True] * 3
 
 
 def test_key_counts_as_failed_until_its_own_time_is_over() -> None:
-    keys, seen_at = KnownChunks(), time.monotonic()
+    keys, seen_at = FailedKeys(), time.monotonic()
     time.sleep(1)
-    keys.note_failed(b"bad", bad=True)
-    keys.note_failed(b"k", bad=False)
-    assert keys.leading_unfailed([b"other", b"bad"]) == 1
+    keys.add(b"bad", bad=True)
+    keys.add(b"k", bad=False)
+    assert keys.leading([b"other", b"bad"]) == 1
     time.sleep(20)
-    assert keys.leading_unfailed([b"k", b"bad"]) == 1 and not keys.is_bad(b"k")
+    assert keys.leading([b"k", b"bad"]) == 1 and not keys.is_bad(b"k")
     # What was seen before a key failed proves nothing, also when it may be tried again.
     assert keys.refutes(b"k", seen_at) and not keys.refutes(b"k", time.monotonic())

@@ -26,8 +26,8 @@ from kvshelf.format.keys import Chunk, KeyChain
 from kvshelf.format.kinds import FULL
 from kvshelf.format.names import object_name
 from kvshelf.metrics import Counters
-from kvshelf.shelf import known_chunks
-from kvshelf.shelf.known_chunks import KnownChunks
+from kvshelf.shelf import failed_keys
+from kvshelf.shelf.failed_keys import FailedKeys
 from kvshelf.shelf.lookup import Lookup, LookupService
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.shelf.threads import StorageThreads
@@ -142,10 +142,10 @@ class Life:
         self.storage = Storage(0.02 if far else 0.0)
         self.guard = GuardedBackend(self.storage, Deadlines(*[DEADLINE] * 3), Backoff(0.02, 0.2))
         patch = stack.enter_context(pytest.MonkeyPatch.context())
-        patch.setitem(known_chunks._FAILED_SECONDS, False, 3.0)
-        self.known, self.counters = KnownChunks(), Counters()
+        patch.setitem(failed_keys._SECONDS, False, 3.0)
+        self.failed, self.counters = FailedKeys(), Counters()
         view = Shelf(self.guard).view(FMT)
-        self.service = LookupService(view, known=self.known, counters=self.counters)
+        self.service = LookupService(view, failed=self.failed, counters=self.counters)
         self.waits = WaitService({FULL: view}, counters=Counters())
         self.count = 8 if far else 1
         for clean in (self.guard.close, self.service.close, self.waits.close, self.go_on):
@@ -173,7 +173,7 @@ class Life:
             for shard in range(FMT.shards):
                 self.storage.sizes[self.name(chunk, shard)] = FMT.object_size(shard)
             if ours:
-                self.known.note_good(chunk.key)
+                self.failed.forget(chunk.key)
                 self.ours[chunk.key] = time.monotonic()
 
     def delete(self, branch: int, place: int, note: Callable[[bytes], None] | None = None) -> None:
@@ -186,7 +186,7 @@ class Life:
             self.gone[chunk.key] = time.monotonic()
 
     def note_failed(self, key: bytes) -> None:
-        self.known.note_failed(key, bad=False)
+        self.failed.add(key, bad=False)
 
     def ask(self, branch: int, last: int) -> Asked:
         chunks = self.chains[branch][: last + 1]
@@ -198,7 +198,7 @@ class Life:
                 then()
                 time.sleep(TICK)
 
-        calm = self.is_calm() and not any(self.known.has_failed(chunk.key) for chunk in chunks)
+        calm = self.is_calm() and not any(chunk.key in self.failed for chunk in chunks)
         tokens, began = PROMPTS[branch][: len(chunks) * SIZE], time.monotonic()
         lookup = self.service.submit(
             tokens, lambda: KeyChain(FMT.namespace.digest, SIZE), on_done=on_done
@@ -259,7 +259,7 @@ class Life:
         self.refused.callback(lambda: setattr(self, "refused_at", time.monotonic()))
 
     def forget(self) -> None:
-        self.known.clear()
+        self.service.forget()
         self.forgotten = time.monotonic()
         self.gone.clear()
 
@@ -308,7 +308,7 @@ class Life:
         elif value == "store":
             self.store(branch, last, ours=what == "we")
         else:
-            notes = {"we": self.known.note_gone, "load": self.note_failed}
+            notes = {"we": self.service.note_removed, "load": self.note_failed}
             self.delete(branch, last, notes.get(what))
             if value == "delete, forget":
                 self.forget()

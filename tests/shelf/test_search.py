@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from kvshelf.format.hit_rule import HitRule
 from kvshelf.format.kinds import FULL, STATE, WINDOW, Kind
-from kvshelf.shelf import known_chunks
-from kvshelf.shelf.known_chunks import KnownChunks
+from kvshelf.shelf import presence as presence_module
+from kvshelf.shelf.presence import PresenceCache
 from kvshelf.shelf.search import Ask, Search
 from tests.support.clocks import Clock
 
@@ -190,10 +190,10 @@ def test_what_is_remembered_is_the_newest_answer_for_its_time(
     events: list[tuple[str, bytes]],
 ) -> None:
     """Against a list of all that happened."""
-    clock, real = Clock(1000.0), known_chunks.time
-    known_chunks.time = clock  # type: ignore[assignment]
+    clock, real = Clock(1000.0), presence_module.time
+    presence_module.time = clock  # type: ignore[assignment]
     try:
-        cache = KnownChunks()
+        cache = PresenceCache(seconds=60.0)
         #: By key: when the newest answer was asked for, and what it is.
         newest: dict[bytes, tuple[float, str]] = {}
         cleared = 0.0
@@ -201,12 +201,12 @@ def test_what_is_remembered_is_the_newest_answer_for_its_time(
             clock.now += 50.0 if event == "wait" else 1.0
             asked = clock.now - (10.0 if event == "late" else 0.0)
             if event == "drop":
-                cache.note_gone(key)
+                cache.drop(key)
             elif event == "clear":
                 cache.clear()
                 newest, cleared = {}, clock.now
             elif event != "wait":
-                cache.note_present([key], asked, seen=event != "inferred")
+                cache.note([key], asked, seen=event != "inferred")
             if event in ("seen", "inferred", "late", "drop"):
                 at = max(cleared, newest.get(key, (0.0, ""))[0])
                 if asked > at:
@@ -214,18 +214,17 @@ def test_what_is_remembered_is_the_newest_answer_for_its_time(
             for one in _KEYS:
                 at, what = newest.get(one, (0.0, "drop"))
                 lasts = clock.now < at + 60.0
-                assert cache.is_present(one, seen=True) is (lasts and what in ("seen", "late"))
-                assert cache.is_present(one, seen=False) is (lasts and what != "drop")
-            there = [cache.is_present(one, seen=False) for one in _KEYS]
-            assert cache.leading_present(_KEYS) == (*there, False).index(False)
+                assert cache.has(one, seen=True) is (lasts and what in ("seen", "late"))
+                assert cache.has(one, seen=False) is (lasts and what != "drop")
+            there = [cache.has(one, seen=False) for one in _KEYS]
+            assert cache.leading(_KEYS) == (*there, False).index(False)
     finally:
-        known_chunks.time = real
+        presence_module.time = real
 
 
-def test_the_oldest_answers_are_forgotten_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(known_chunks, "_LIMIT", 3)
-    cache = KnownChunks()
+def test_the_oldest_answers_are_forgotten_first() -> None:
+    cache = PresenceCache(limit=3)
     keys = [bytes([n]) for n in range(10)]
     for number, key in enumerate(keys):
-        cache.note_present([key], 1.0 + number)
-    assert cache._answers.keys() == set(keys[-3:])
+        cache.note([key], 1.0 + number)
+    assert cache._entries.keys() == set(keys[-3:])

@@ -16,7 +16,7 @@ from kvshelf.format.keys import KeyChain
 from kvshelf.format.kinds import FULL, STATE, WINDOW, kind_key
 from kvshelf.format.names import object_name
 from kvshelf.metrics import Counters
-from kvshelf.shelf.known_chunks import KnownChunks
+from kvshelf.shelf.failed_keys import FailedKeys
 from kvshelf.shelf.lookup import LookupService
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.shelf.waits import Piece, Wait, WaitService
@@ -235,12 +235,12 @@ def test_wait_that_is_cancelled_during_a_round_stays_as_it_was(distant: Far) -> 
 
 
 def test_a_search_behind_a_wait_asks_a_distant_storage_for_nothing_more(distant: Far) -> None:
-    pieces, known, counters = full(3), KnownChunks(), Counters()
+    pieces, failed, counters = full(3), FailedKeys(), Counters()
     views = {FULL: distant.service._views[FULL]}
-    lookups = LookupService(*views.values(), known=known, counters=counters)
-    waits = WaitService(views, counters=Counters(), on_seen=known.note_appeared)
+    lookups = LookupService(*views.values(), failed=failed, counters=counters)
+    waits = WaitService(views, counters=Counters(), on_seen=lookups.note_seen)
     # A load that fails before an object appears says nothing of it.
-    known.note_failed(key(pieces[1]), bad=False)
+    failed.add(key(pieces[1]), bad=False)
     wait = waits.submit(pieces, "")
     chain = KeyChain(FMT.namespace.digest, FMT.chunk_size)
     tokens = prompt(3, unit=FMT.chunk_size)

@@ -33,7 +33,7 @@ from kvshelf.format.keys import Chunk, KeyChain
 from kvshelf.format.names import object_name
 from kvshelf.metrics import Counters
 from kvshelf.shelf import opening as opening_module
-from kvshelf.shelf.known_chunks import KnownChunks
+from kvshelf.shelf.failed_keys import FailedKeys
 from kvshelf.shelf.lookup import LookupService
 from kvshelf.shelf.shelf import Shelf, open_shelf
 from kvshelf.shelf.view import ObjectRef
@@ -92,7 +92,7 @@ class Machine:
         )
         self.lookups = LookupService(
             TieredShelf(Shelf(GuardedBackend(remote)), [self.tier]).view(FMT),
-            known=KnownChunks(),
+            failed=FailedKeys(),
             counters=Counters(),
         )
 

@@ -265,7 +265,7 @@ class _Loading(Generic[T]):
         for chunk, failure in load.failures:
             if failure is not Failure.UNAVAILABLE:
                 key = self._parts.kind_key(chunk)
-                self._parts.shared.known_chunks.note_failed(key, bad=failure is Failure.BAD)
+                self._parts.shared.failed.add(key, bad=failure is Failure.BAD)
         self.handle.finish()
 
     def _cancel(self) -> None:
@@ -352,7 +352,7 @@ class _Storing:
             outcome = parts.transfer.stores[parts.fmt.kind].store(
                 parts.view,
                 item,
-                repair=parts.shared.known_chunks.is_bad(parts.kind_key(item.chunk)),
+                repair=parts.shared.failed.is_bad(parts.kind_key(item.chunk)),
                 age=time.monotonic() - begin,
                 wait=max(0.0, deadline - time.monotonic()) if deadline else 0.0,
                 on_done=self._on_chunk_done,
@@ -365,7 +365,7 @@ class _Storing:
 
     def _on_chunk_done(self, chunk: Chunk, result: StoreResult) -> None:
         if result.is_stored:
-            self._parts.shared.known_chunks.note_good(self._parts.kind_key(chunk))
+            self._parts.shared.failed.forget(self._parts.kind_key(chunk))
             self.count("existed" if result is StoreResult.EXISTED else "published")
         else:
             self.count("dropped" if result is StoreResult.DROPPED else "failed")

@@ -2,7 +2,7 @@
 
 Owns the lookups and the transfer of a kind (:class:`KindParts`), and when they start: a lookup's
 threads with the first lookup, a transfer's with the first store or load. The kinds share the shelf,
-the memory, the disk tier, counters, what is known of chunks and the options (:class:`Shared`).
+the memory, the disk tier, counters, failed keys and the options (:class:`Shared`).
 
 Contracts
 ---------
@@ -42,7 +42,7 @@ from kvshelf.kv.sources import BoundKV, host_slot_mapping, with_slots
 from kvshelf.kv.topology import ShardPlan
 from kvshelf.memory.chunk_memory import ChunkMemory, ChunkPlaces
 from kvshelf.metrics import Counters
-from kvshelf.shelf.known_chunks import KnownChunks
+from kvshelf.shelf.failed_keys import FailedKeys
 from kvshelf.shelf.lookup import Lookup, LookupService
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.shelf.view import ObjectRef, ShelfView
@@ -78,7 +78,7 @@ class Shared:
     io_threads: int | None
     group_by_salt: bool
     timeout: float
-    known_chunks: KnownChunks = field(default_factory=KnownChunks)
+    failed: FailedKeys = field(default_factory=FailedKeys)
     services: dict[object, LookupService] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
     closed: bool = False
@@ -103,7 +103,7 @@ class Shared:
             near = [] if self.disk_tier is None else [self.disk_tier]
             shelf = TieredShelf(self.shelf, near)
             views = [shelf.view(fmt.of(kind)) for kind in fmt.kinds]
-            return LookupService(*views, known=self.known_chunks, counters=self.counters)
+            return LookupService(*views, failed=self.failed, counters=self.counters)
 
         return self.service("all kinds", make)
 
@@ -191,7 +191,8 @@ class KindParts:
         """Let lookups probe a chunk that was just removed, and stores store it again."""
         if self._transfer is not None:
             self._transfer.forget_stored()
-        self.shared.known_chunks.note_gone(self.kind_key(chunk))
+        for service in list(self.shared.services.values()):
+            service.note_removed(self.kind_key(chunk))
 
     # ------------------------------------------------------------- KV
 
@@ -300,7 +301,7 @@ class KindParts:
             shelf = TieredShelf(shared.shelf, near)
             return LookupService(
                 shelf.view(self.fmt, ask_shelf="shelf" in tiers),
-                known=shared.known_chunks,
+                failed=shared.failed,
                 counters=shared.counters,
                 remembers="shelf" in tiers,
                 # A hit of windows that reach all chunks is the longest run of chunks.

@@ -3,7 +3,7 @@
 :class:`kvshelf.format.hit_rule.HitRule` says what can be loaded, for each kind of KV. Owns the
 threads that search for it, by rounds (:mod:`kvshelf.shelf.search`), and sends their probes.
 Existence of objects is the only index. On a high-latency storage an answer also stands for a while
-in :class:`~kvshelf.shelf.known_chunks.KnownChunks`, and a chunk that lies before one that was found
+in a :class:`~kvshelf.shelf.presence.PresenceCache`, and a chunk that lies before one that was found
 counts as there.
 
 Contracts
@@ -45,8 +45,9 @@ from kvshelf.format.keys import Chunk, KeyChain
 from kvshelf.format.kinds import FULL, KINDS, Kind, kind_key
 from kvshelf.logs import RateLimitedLog
 from kvshelf.metrics import Counters
-from kvshelf.shelf.known_chunks import KnownChunks
+from kvshelf.shelf.failed_keys import FailedKeys
 from kvshelf.shelf.pacing import GilPace
+from kvshelf.shelf.presence import PresenceCache
 from kvshelf.shelf.search import Search
 from kvshelf.shelf.threads import StorageThreads
 from kvshelf.shelf.view import ObjectRef, Presence, ShelfView, find_pieces
@@ -187,8 +188,8 @@ class LookupService:
     ----------
     *views : ShelfView
         The objects of each kind of a namespace.
-    known : KnownChunks
-        What loads and earlier lookups have learned of chunks.
+    failed : FailedKeys
+        Kind keys to be treated as missing.
     counters : Counters
     remembers : bool
         On a high-latency storage, remember answers for a while. False: for objects that come and
@@ -204,7 +205,7 @@ class LookupService:
     def __init__(
         self,
         *views: ShelfView,
-        known: KnownChunks,
+        failed: FailedKeys,
         counters: Counters,
         remembers: bool = True,
         on_thread_start: Callable[[], None] | None = None,
@@ -218,7 +219,7 @@ class LookupService:
         self._counts_tier = counts_tier
         self._shards = {kind: view.fmt.shards for kind, view in self._views.items()}
         self._rule = rule or HitRule.of(shelf.fmt.namespace.record)
-        self._known = known
+        self._failed = failed
         self._counters = counters
         self._queue: queue.SimpleQueue[Lookup | None] = queue.SimpleQueue()
         self._submitting = threading.Lock()
@@ -227,7 +228,7 @@ class LookupService:
         self._busy: dict[int, tuple[float, Lookup]] = {}
         self._log = RateLimitedLog(logger)
         self._high_latency = shelf.backend.properties.high_latency
-        self._remembers = self._high_latency and remembers
+        self._presence = PresenceCache() if self._high_latency and remembers else None
         self._count = _HIGH_LATENCY_THREADS if self._high_latency else 1
         self._threads = StorageThreads(
             "kvshelf-lookup",
@@ -241,6 +242,7 @@ class LookupService:
         )
         shelf.backend.count_into(counters.add)
         self._threads.start()
+        failed.subscribe(self.note_removed)
 
     @property
     def available(self) -> bool:
@@ -303,8 +305,37 @@ class LookupService:
         """Whether `lookup` may be done in a few milliseconds."""
         return not self._high_latency and (lookup.ready is None or lookup.ready.done())
 
+    def note_seen(self, keys: Sequence[bytes], asked: float) -> None:
+        """Note that all objects of kinds of chunks were seen on the shelf; any thread may call.
+
+        A search that begins now finds them, and asks the storage for none of them where it
+        remembers answers.
+
+        Parameters
+        ----------
+        keys : Sequence of bytes
+            Kind keys.
+        asked : float
+            ``time.monotonic()`` of before the storage was asked.
+        """
+        for key in keys:
+            self._failed.forget(key)
+        if self._presence is not None:
+            self._presence.note(keys, asked)
+
+    def note_removed(self, key: bytes) -> None:
+        """Note that a chunk was just deleted, or not found; lookups probe it from now on."""
+        if self._presence is not None:
+            self._presence.drop(key)
+
+    def forget(self) -> None:
+        """Forget the answers of the storage."""
+        if self._presence is not None:
+            self._presence.clear()
+
     def close(self) -> None:
         """Stop the threads once they have finished what was submitted."""
+        self._failed.unsubscribe(self.note_removed)
         self._threads.close()
         with self._submitting:
             self._closed = True
@@ -366,7 +397,7 @@ class LookupService:
         """Search for the keys of a lookup, unless it is given up meanwhile."""
         began, chunks, shards = time.monotonic(), chain.chunks, self._shards
         # Remembered answers are useless while nothing can be loaded.
-        remembers = self._remembers and self._shelf.backend.reads.is_closed
+        presence = self._presence if self._shelf.backend.reads.is_closed else None
         first = min(lookup.first_chunk, len(chunks))
         search = Search(
             self._rule,
@@ -377,8 +408,8 @@ class LookupService:
             high_latency=self._high_latency,
         )
         keys = [chunk.key for chunk in chunks[first:]]
-        remembered = first + (self._known.leading_present(keys) if remembers else 0)
-        rounds = search.rounds(remembered, first + self._known.leading_unfailed(keys))
+        remembered = first + (0 if presence is None else presence.leading(keys))
+        rounds = search.rounds(remembered, first + self._failed.leading(keys))
         asks = next(rounds, None)
         while asks is not None:
             asked = time.monotonic()
@@ -391,9 +422,9 @@ class LookupService:
                 name = kind_key(chunk.key, kind), shards[kind] if whole else 1
                 names.append(name)
                 # Full chunks that have failed are behind the end of the search.
-                if kind != FULL and self._known.has_failed(name[0]):
+                if kind != FULL and name[0] in self._failed:
                     known[name] = False
-                elif remembers and self._known.is_present(name[0], seen=whole):
+                elif presence is not None and presence.has(name[0], seen=whole):
                     known[name] = True
                 else:
                     wanted[name] = kind, chunk
@@ -406,18 +437,18 @@ class LookupService:
                 return
             if not lookup.waited_for:
                 pace.rest()
-            if remembers:
+            if presence is not None:
                 seen = [
                     n[0] for n, (kind, _) in wanted.items() if known[n] and n[1] == shards[kind]
                 ]
-                self._known.note_present(seen, asked)
+                presence.note(seen, asked)
             try:
                 asks = rounds.send([known[name] for name in names])
             except StopIteration:
                 asks = None
-        if remembers and FULL in shards:
+        if presence is not None and FULL in shards:
             inferred = chunks[remembered : search.full_chunks]
-            self._known.note_present((chunk.key for chunk in inferred), began, seen=False)
+            presence.note([chunk.key for chunk in inferred], began, seen=False)
         lookup.finish(
             search.hit_chunks - first,
             chain,
@@ -440,7 +471,7 @@ class LookupService:
         }
 
     def _share_in_disk_tier(self, hit: Sequence[Chunk]) -> float:
-        """Return the share of a hit that lies in a disk tier, of a sample of its chunks."""
+        """Return the share of a hit that lies in a disk tier, of chunks at even places."""
         if not (hit and self._counts_tier):
             return 0.0
         asked = hit[:: -(-len(hit) // _ASKED_OF_TIER)]

@@ -29,7 +29,7 @@ from kvshelf.format.kinds import FULL, Kind
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.metrics import Counters
 from kvshelf.paths import cache_dir
-from kvshelf.shelf.known_chunks import KnownChunks
+from kvshelf.shelf.failed_keys import FailedKeys
 from kvshelf.shelf.lookup import LookupService
 from kvshelf.shelf.view import ShelfView
 from kvshelf.tiers.tiered import AnyShelf
@@ -76,8 +76,8 @@ class SchedulerEngine:
     ----------
     drafter_config : VllmConfig or None
         The drafter's configuration, if the engine has a drafter whose KV is stored.
-    known_chunks : KnownChunks
-        What loads and lookups of any request have learned.
+    failed : FailedKeys
+        Kind keys of chunks that could not be loaded, of any request.
     adapters : AdapterDigests
         What LoRA adapters are called in keys, and which of them are trusted.
     requests : Requests
@@ -134,7 +134,7 @@ class SchedulerEngine:
         self.ranks, self.hands_over, self.is_consumer = ranks, hands_over, is_consumer
         self.counters = counters = Counters() if counters is None else counters
         self.drafter_config: Any = draft_engine(vllm_config)
-        self.known_chunks = KnownChunks()
+        self.failed = FailedKeys()
         self.adapters = AdapterDigests(
             FingerprintCache(cache_dir() / "fingerprints.json"),
             settings=adapter_settings(vllm_config),
@@ -205,7 +205,7 @@ class SchedulerEngine:
             *views.values(),
             rule=self.groups.hit_rule(self.config.chunk_size),
             counts_tier=self.config.disk_tier is not None and self.config.admission == "auto",
-            known=self.known_chunks,
+            failed=self.failed,
             counters=self.counters,
             on_thread_start=widen_cpu_affinity,
         )

@@ -346,7 +346,7 @@ class Handovers:
             self._service = WaitService(
                 self._engine.views,
                 counters=self._counters,
-                on_seen=self._engine.known_chunks.note_appeared,
+                on_seen=service.note_seen,
                 on_thread_start=widen_cpu_affinity,
             )
         awaited.seen = 0

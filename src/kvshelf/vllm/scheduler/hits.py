@@ -91,7 +91,7 @@ class Hits:
     def __init__(self, engine: SchedulerEngine) -> None:
         self._size = engine.config.chunk_size
         self._groups = engine.groups
-        self._known_chunks = engine.known_chunks
+        self._failed = engine.failed
         self._has_drafter = engine.drafter_config is not None
         self.whole_items = bool(getattr(engine.vllm_config.model_config, "is_mm_prefix_lm", False))
         config = engine.vllm_config
@@ -167,11 +167,10 @@ class Hits:
 
     def _unfailed(self, lookup: Lookup, kind: Kind, places: range) -> range:
         """Return those of some chunks that lie before the first that a load has failed for."""
-        if lookup.chain is None or not self._known_chunks.any_failed:
+        if lookup.chain is None or not self._failed.any:
             return places
         chunks = lookup.chain.chunks[places.start : places.stop]
-        keys = [kind_key(chunk.key, kind) for chunk in chunks]
-        return places[: self._known_chunks.leading_unfailed(keys)]
+        return places[: self._failed.leading([kind_key(chunk.key, kind) for chunk in chunks])]
 
     def ends(self, state: RequestState) -> Sequence[int] | None:
         """Return the numbers of chunks at which a hit of a hybrid engine may end, ascending."""
@@ -197,7 +196,7 @@ class Hits:
 
     def is_stored(self, lookup: Lookup, chunk: Chunk, kind: Kind) -> bool:
         """Whether the lookup saw a kind of a chunk on the shelf, and no load of it failed since."""
-        if self._known_chunks.refutes(kind_key(chunk.key, kind), lookup.as_of):
+        if self._failed.refutes(kind_key(chunk.key, kind), lookup.as_of):
             return False
         if kind == FULL:
             return chunk.index < self.full_chunks(lookup)
@@ -209,7 +208,7 @@ class Hits:
 
     def must_repair(self, chunk: Chunk, kind: Kind) -> bool:
         """Whether a load found a kind of a chunk damaged, so that a store must replace it."""
-        return self._known_chunks.is_bad(kind_key(chunk.key, kind))
+        return self._failed.is_bad(kind_key(chunk.key, kind))
 
     def ranges(self, start: int, end: int) -> dict[Kind, range]:
         """Return the chunks of each kind that a load of tokens ``[start, end)`` needs."""

@@ -215,13 +215,13 @@ class SchedulerLoads:
             for number in [number for number in self.planned if number <= begun_by_all]:
                 del self.planned[number]
         for key, bad in facts.failures:
-            self._engine.known_chunks.note_failed(key, bad=bad)
+            self._engine.failed.add(key, bad=bad)
             self._repaired.pop(key, None)
         for key in facts.repaired:
             ranks = self._repaired.setdefault(key, set())
             ranks.add(rank)
             if len(ranks) == self._engine.ranks_of[kind_of_key(key)]:
                 del self._repaired[key]
-                self._engine.known_chunks.note_good(key)
+                self._engine.failed.forget(key)
             elif len(self._repaired) > _REPAIRS_REMEMBERED:
                 self._repaired.popitem(last=False)

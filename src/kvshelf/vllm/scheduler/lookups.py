@@ -218,7 +218,9 @@ class Lookups:
 
     def reset(self) -> None:
         """Forget what is known of the shelf; what is being computed keeps its keys."""
-        self._engine.known_chunks.clear()
+        self._engine.failed.clear()
+        if self._engine.lookup_service is not None:
+            self._engine.lookup_service.forget()
         for state in self._requests.values():
             if state.waits:
                 state.drop_lookup()
