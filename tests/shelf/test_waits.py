@@ -16,13 +16,11 @@ from kvshelf.format.keys import KeyChain
 from kvshelf.format.kinds import FULL, STATE, WINDOW, kind_key
 from kvshelf.format.names import object_name
 from kvshelf.metrics import Counters
-from kvshelf.shelf.failed_keys import FailedKeys
-from kvshelf.shelf.lookup import LookupService
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.shelf.waits import Piece, Wait, WaitService
 from tests.sim.storage import Fault, FaultyStorage, NamesOnly, posix
 from tests.support.formats import format_of_kinds
-from tests.support.prompts import make_chunks, prompt
+from tests.support.prompts import make_chunks
 from tests.support.threads import none_can_be_started
 from tests.support.waiting import PATIENCE, until
 
@@ -116,7 +114,7 @@ def test_pieces_win_over_a_marker(rig: Rig) -> None:
     for piece in pieces:
         rig.put(piece)
     gate.set()
-    until(lambda: wait.complete or wait.gave_up)
+    until(lambda: wait.ended)
     assert wait.complete and not wait.gave_up
 
 
@@ -148,7 +146,7 @@ def test_wait_needs_the_objects_of_its_own_kinds_and_ends_at_its_own_marker(rig:
     until(lambda: [wait.seen for wait in waits] == [1, 1, 0])
     rig.other.write(f"{MARKERS}/{ATTEMPT}", [])
     until(lambda: all(wait.gave_up for wait in waits))
-    assert [wait.seen for wait in waits] == [1, 1, 0] and not other.ended.done()
+    assert [wait.seen for wait in waits] == [1, 1, 0] and not other.ended
     assert list(rig.service._waits) == [other]
     rig.put((FULL, chunks[-1]))
     until(lambda: other.complete)
@@ -180,7 +178,7 @@ def test_closing_ends_the_thread_and_nobody_is_left_waiting(rig: Rig) -> None:
     late = rig.submit(full(1))
     rig.put(full(1)[0])
     assert not rig.service.sleep(0.0)
-    assert not (wait.ended.done() or late.ended.done()) and not rig.service._waits
+    assert not wait.ended and not late.ended and not rig.service._waits
 
 
 # -------------------------------------------------------------------------------- what is asked
@@ -231,27 +229,7 @@ def test_wait_that_is_cancelled_during_a_round_stays_as_it_was(distant: Far) -> 
     other = distant.service.submit(others, "")
     distant.backend.gate.set()
     until(lambda: other.complete)
-    assert (wait.seen, wait.complete) == (0, False)
-
-
-def test_a_search_behind_a_wait_asks_a_distant_storage_for_nothing_more(distant: Far) -> None:
-    pieces, failed, counters = full(3), FailedKeys(), Counters()
-    views = {FULL: distant.service._views[FULL]}
-    lookups = LookupService(*views.values(), failed=failed, counters=counters)
-    waits = WaitService(views, counters=Counters(), on_seen=lookups.note_seen)
-    # A load that fails before an object appears says nothing of it.
-    failed.add(key(pieces[1]), bad=False)
-    wait = waits.submit(pieces, "")
-    chain = KeyChain(FMT.namespace.digest, FMT.chunk_size)
-    tokens = prompt(3, unit=FMT.chunk_size)
-    lookup = lookups.submit(tokens, lambda: chain, ready=wait.ended)
-    for piece in pieces:
-        distant.backend.put(piece)
-    assert lookup.wait(PATIENCE) and lookup.hit_chunks == 3
-    probes = 0 if distant.backend.properties.high_latency else 6
-    assert counters.snapshot().get("probes", 0) == probes
-    waits.close()
-    lookups.close()
+    assert (wait.seen, wait.ended) == (0, False)
 
 
 # ------------------------------------------------------------------------------- when things fail

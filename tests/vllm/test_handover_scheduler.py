@@ -445,26 +445,6 @@ def test_a_load_that_fails_ends_no_wait_that_goes_on(
     assert counts(engine) == {end: 1}
 
 
-def test_what_goes_after_a_wait_has_seen_it_is_no_hit(start: Start) -> None:
-    tokens = prompt(203)
-    producer = start()
-    handover = prefill(producer, tokens)
-    chunks, tail = producer.chunks_of(tokens), producer.tail_of(tokens)
-    assert tail is not None
-    seen, last = producer.take(chunks[5]), producer.take(tail)
-    engine = start()
-    engine.add("r", tokens, answer=1, transfer=handover.params())
-    step_until(engine, lambda: awaited_of(engine).wait is not None)
-    producer.put(seen)
-    wait = awaited_of(engine).wait
-    step_until(engine, lambda: wait is not None and wait.seen == 1)
-    producer.take(chunks[2])
-    producer.put(last)
-    engine.finish()
-    assert engine.loaded("r") == 64
-    assert counts(engine) == {"complete": 1}
-
-
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_prompt_is_stored_and_handed_over_beside_any_other_request(

@@ -305,24 +305,6 @@ class LookupService:
         """Whether `lookup` may be done in a few milliseconds."""
         return not self._high_latency and (lookup.ready is None or lookup.ready.done())
 
-    def note_seen(self, keys: Sequence[bytes], asked: float) -> None:
-        """Note that all objects of kinds of chunks were seen on the shelf; any thread may call.
-
-        A search that begins now finds them, and asks the storage for none of them where it
-        remembers answers.
-
-        Parameters
-        ----------
-        keys : Sequence of bytes
-            Kind keys.
-        asked : float
-            ``time.monotonic()`` of before the storage was asked.
-        """
-        for key in keys:
-            self._failed.forget(key)
-        if self._presence is not None:
-            self._presence.note(keys, asked)
-
     def note_removed(self, key: bytes) -> None:
         """Note that a chunk was just deleted, or not found; lookups probe it from now on."""
         if self._presence is not None:

@@ -22,6 +22,7 @@ may be used from any thread.
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import re
 import time
@@ -30,7 +31,6 @@ from itertools import islice
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
-from pydantic_core import from_json
 
 from kvshelf.backends import Backend
 from kvshelf.backends.base import delete_one, probe
@@ -56,6 +56,10 @@ _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", re.ASCII)
 
 #: A namespace by the 16 hex digits of its folder, and a salt group; None: all.
 _Scope = tuple[str | None, str | None]
+
+
+#: A chunk key; in a file 64 hex digits.
+_Key = Annotated[bytes, Field(min_length=32, max_length=32)]
 
 
 def _check_namespace(folder: str) -> str:
@@ -90,7 +94,7 @@ class Pin(BaseModel):
     version: Literal[1] = 1
     namespace: Annotated[str, AfterValidator(_check_namespace)] | None = None
     group: Annotated[str, AfterValidator(check_salt_group)] | None = None
-    keys: tuple[Annotated[bytes, Field(min_length=32, max_length=32)], ...] | None = None
+    keys: Annotated[tuple[_Key, ...], Field(fail_fast=True)] | None = None
     until: Annotated[float, Field(ge=0, le=1 << 53, allow_inf_nan=False)] | None = None
 
     def expired(self, now: float) -> bool:
@@ -124,7 +128,10 @@ class Pin(BaseModel):
         ValueError
             If it is no pin.
         """
-        value = from_json(data)
+        try:
+            value = json.loads(data.decode("utf-8"))
+        except RecursionError as error:
+            raise ValueError(str(error)) from None
         fields: dict[str, Any] = value if isinstance(value, dict) else {}
         version, unknown = fields.get("version"), sorted(fields.keys() - cls.model_fields.keys())
         if type(version) is not int or version < 1:
@@ -137,8 +144,9 @@ class Pin(BaseModel):
         try:
             pin = cls.model_validate_json(data, strict=True)
         except ValidationError as error:
-            lines = (f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
-            raise ValueError("; ".join(islice(lines, 3))) from None
+            problems = error.errors(include_url=False, include_context=False, include_input=False)
+            lines = (f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in problems)
+            raise ValueError("; ".join(lines)) from None
         if pin.namespace is None and pin.group is None and pin.keys is None:
             raise ValueError("found neither a namespace, nor a group, nor keys")
         return pin

@@ -37,8 +37,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 from kvshelf.format.keys import Chunk
@@ -93,8 +92,6 @@ class Wait:
         The producer's marker was seen, and not all pieces were.
     seen : int
         Number of leading pieces that were seen.
-    ended : Future
-        Done once the wait is complete, has failed, or was cancelled.
     """
 
     _service: WaitService
@@ -103,12 +100,16 @@ class Wait:
     complete: bool = False
     gave_up: bool = False
     seen: int = 0
-    ended: Future[None] = field(default_factory=Future)
     #: Objects that were seen, and how many to probe in the next round; 0: one.
     _found: int = 0
     _ahead: int = 0
     #: Whether the marker was seen: it counts if the pieces, probed once more, are missing.
     _lost: bool = False
+
+    @property
+    def ended(self) -> bool:
+        """Whether the wait is complete or failed."""
+        return self.complete or self.gave_up
 
     def cancel(self) -> None:
         """Wait no longer; the state stays what it is."""
@@ -140,9 +141,6 @@ class WaitService:
     views : Mapping[Kind, ShelfView]
         The objects of each kind of one namespace.
     counters : Counters
-    on_seen : Callable, optional
-        Called with the kind keys of pieces that were seen, and when the storage was asked, before
-        their waits say so.
     on_thread_start : Callable, optional
         Called first on each thread, to set its processors.
 
@@ -157,11 +155,9 @@ class WaitService:
         views: Mapping[Kind, ShelfView],
         *,
         counters: Counters,
-        on_seen: Callable[[Sequence[bytes], float], None] = lambda *_: None,
         on_thread_start: Callable[[], None] | None = None,
     ) -> None:
         self._views = dict(views)
-        self._on_seen = on_seen
         self._shards = {kind: view.fmt.shards for kind, view in self._views.items()}
         self._backend = next(iter(self._views.values())).backend
         self._counters = counters
@@ -205,14 +201,12 @@ class WaitService:
             Complete if there are no pieces. After :meth:`close` it never ends.
         """
         wait = Wait(self, pieces, attempt, complete=not pieces)
-        if not pieces:
-            wait.ended.set_result(None)
-            return wait
-        with self._lock:
-            if not self._closed:
-                self._waits[wait] = None
-        self._threads.ready()
-        self._wake.set()
+        if pieces:
+            with self._lock:
+                if not self._closed:
+                    self._waits[wait] = None
+            self._threads.ready()
+            self._wake.set()
         return wait
 
     def sleep(self, seconds: float) -> bool:
@@ -240,10 +234,7 @@ class WaitService:
 
     def _forget(self, wait: Wait) -> None:
         with self._lock:
-            waits = wait in self._waits
             self._waits.pop(wait, None)
-        if waits:
-            wait.ended.set_result(None)
 
     # ---------------------------------------------------------------------- on background threads
 
@@ -299,10 +290,10 @@ class WaitService:
         root = self._backend.properties.local_path
         if not root or self._threads.replaced():
             return False
-        new = [wait for wait in waits if wait not in self._notices and not wait.ended.done()]
+        new = [wait for wait in waits if wait not in self._notices and not wait.ended]
         for wait in new:
             self._notices[wait] = self._notice_of(wait, root)
-        notices = [self._notices[wait] for wait in waits if not wait.ended.done()]
+        notices = [self._notices[wait] for wait in waits if not wait.ended]
         # What came before it was watched for is probed soon.
         return not new and all(notice is not None and not notice.came for notice in notices)
 
@@ -330,7 +321,6 @@ class WaitService:
         asked = [
             (wait, wait._objects[wait._found : wait._found + max(1, wait._ahead)]) for wait in waits
         ]
-        began = time.monotonic()
         there = self._find([one for _, objects in asked for one in objects])
         if self._threads.replaced():
             # Another thread probes the same.
@@ -339,9 +329,6 @@ class WaitService:
             (wait, wait._take(objects, [there[_name(one)] for one in objects]))
             for wait, objects in asked
         ]
-        ended = list[Wait]()
-        pieces = [p for wait, seen in found for p in wait._pieces[wait.seen : wait.seen + seen]]
-        self._on_seen([kind_key(chunk.key, kind) for kind, chunk in pieces], began)
         with self._lock:
             for wait, seen in found:
                 if wait not in self._waits:
@@ -349,14 +336,11 @@ class WaitService:
                 wait.seen += seen
                 wait.complete = wait.seen == len(wait._pieces)
                 wait.gave_up = wait._lost and not wait.complete and not wait._ahead
-                if wait.complete or wait.gave_up:
+                if wait.ended:
                     del self._waits[wait]
-                    ended.append(wait)
-                if seen or wait.gave_up:
+                if seen or wait.ended:
                     self._progress_at = time.monotonic()
                     self._progress.set()
-        for wait in ended:
-            wait.ended.set_result(None)
         return [wait for wait in waits if wait._ahead and wait in self._waits]
 
     def _find(self, objects: Sequence[_Object]) -> dict[tuple[bytes, range], bool]:
@@ -379,7 +363,7 @@ class WaitService:
 
     def _look_for_markers(self, waits: Sequence[Wait]) -> None:
         self._markers_due = time.monotonic() + _MARKER_SECONDS
-        waits = [wait for wait in waits if wait._attempt and not wait.ended.done()]
+        waits = [wait for wait in waits if wait._attempt and not wait.ended]
         view = next(iter(self._views.values())).on_storage
         for wait, lost in zip(waits, view.gave_up([w._attempt for w in waits]), strict=True):
             # A piece may have appeared before the marker: probed once more, pieces win.

@@ -24,11 +24,10 @@ producer stores a tail only where it is asked to. It does not wait where no chun
 
 Contracts
 ---------
-* A request that brings a hand-over waits for its chunks and the tail until its deadline. What ends
-  the wait of others does not end this one: a lookup's misses, chunks that failed, a late lookup, a
-  storage that does not answer, an open breaker, a namespace that is not known yet.
-* A lookup runs again when a wait for pieces ends, and the request waits for it like any other. It
-  finds what the wait has seen, and asks a distant storage for none of that.
+* A request that brings a hand-over waits for its chunks and the tail until its deadline, and never
+  longer. What ends the wait of others does not end this one: a lookup's misses, chunks that failed,
+  a late lookup, a storage that does not answer, an open breaker, a namespace that is not known
+  yet. At its end there is a hit of what was seen.
 * With a bare hand-over a request waits one second for the first piece that is new, from when vLLM
   first asks for it, and then for each further piece twice the longest time that one took. A piece
   counts as one that took a tenth of a second at least: a look at a remote storage takes as long.
@@ -193,8 +192,11 @@ class Handovers:
         if outcome != "invalid":
             self._counters.add(f"handovers_{outcome}")
 
-    def forget(self, request_id: str) -> None:
+    def finished(self, state: RequestState) -> None:
         """Wait for nothing more of a request."""
+        self._forget(state.id)
+
+    def _forget(self, request_id: str) -> None:
         awaited = self.waiting.pop(request_id, None)
         if awaited is not None:
             awaited.outcome = "unneeded"
@@ -216,7 +218,7 @@ class Handovers:
         """Forget the requests that a step computes."""
         scheduled = output.num_scheduled_tokens
         for request_id in self.waiting.keys() & scheduled.keys():
-            self.forget(request_id)
+            self._forget(request_id)
 
     def sleep(self, meta: StepMetadata) -> None:
         """Sleep for a moment if all requests wait for hand-overs, and a step has no work."""
@@ -258,34 +260,56 @@ class Handovers:
                 patience.begin(now)
         if service is not None and wait is None and now < awaited.until:
             wait = self._begin(service, state, awaited)
-        if patience is not None and wait is not None and wait.seen > awaited.seen:
-            patience.note_new(now)
-            awaited.seen = wait.seen
-        outcome = awaited.outcome or self._outcome(awaited, wait, now)
-        if outcome is None:
-            self.held_requests += 1
-            state.offered_from = computed
-            return True
-        if awaited.outcome is None:
-            self._end(state, awaited, outcome)
-            if wait is not None and wait.seen and state.newer is not None:
-                # It began when the wait ended, and finds what has appeared.
-                state.lookup, state.newer = state.newer, None
-        return False
-
-    def _outcome(self, awaited: Awaited, wait: Wait | None, now: float) -> HandoverOutcome | None:
-        """Return how a wait ends now; None while it goes on."""
-        service, patience = self._engine.usable_lookup_service, awaited.patience
         complete = wait is not None and wait.complete
+        if wait is not None:
+            self._take(state, awaited, wait, complete=complete)
+            if patience is not None and wait.seen > awaited.seen:
+                patience.note_new(now)
+                awaited.seen = wait.seen
+        late = now >= awaited.until
         # vLLM may not have polled for a while, so what is complete is not late.
         if complete and service is not None and not self._lookups.breaker_is_open(service):
-            return "complete"
-        if now >= awaited.until:
-            in_vain = patience is not None and not patience.is_hopeful and not complete
-            return "vain" if in_vain else "late"
-        if service is not None and wait is not None and wait.gave_up:
-            return "gave_up"
-        return None
+            self._end(state, awaited, "complete")
+            if self._groups.hybrid and self._hits.divides_item(state, awaited.hit_tokens):
+                state.drop_lookup()
+        elif late and patience is not None and not complete:
+            self._end(state, awaited, "late" if patience.is_hopeful else "vain")
+            if self._groups.hybrid and patience.is_hopeful:
+                state.drop_lookup()
+        elif late:
+            self._end(state, awaited, "late")
+        elif service is not None and wait is not None and wait.gave_up and not complete:
+            self._end(state, awaited, "gave_up")
+            if self._groups.hybrid:
+                # The wait did not cover the objects that a shorter hit needs at its end.
+                state.drop_lookup()
+        waits = awaited.outcome is None
+        if waits:
+            self.held_requests += 1
+            state.offered_from = computed
+        return waits
+
+    def _take(self, state: RequestState, awaited: Awaited, wait: Wait, *, complete: bool) -> None:
+        """Make what a wait has seen part of the lookup's answer.
+
+        Full chunks come first in its order. Windows and states are useful at its end only.
+        """
+        lookup, count = state.lookup, awaited.handover.tokens // self._size
+        if lookup is None or lookup.chain is None:
+            return
+        if FULL in self._groups.kinds:
+            seen = count if complete else min(awaited.first + wait.seen, count)
+            lookup.full_chunks = max(lookup.full_chunks, seen)
+        if not self._groups.hybrid:
+            lookup.hit_chunks = lookup.full_chunks
+        elif complete:
+            lookup.hit_chunks = max(lookup.hit_chunks, count)
+            needed = self._groups.hit_rule(self._size).needs(count).items()
+            lookup.known = {
+                kind: lookup.known.get(kind, frozenset()) | frozenset(indices)
+                for kind, indices in needed
+                if kind != FULL
+            }
 
     def _begin(self, service: LookupService, state: RequestState, awaited: Awaited) -> Wait | None:
         """Return the wait for what a lookup has missed; None while there is none, or for ever."""
@@ -305,7 +329,7 @@ class Handovers:
             state.drop_lookup()
             awaited.retry_at = self.clock() + _RETRY_SECONDS
         else:
-            return self._submit(service, state, awaited, lookup)
+            return self._submit(state, awaited, lookup)
         return None
 
     def _is_of_another_namespace(
@@ -324,9 +348,7 @@ class Handovers:
             service.submit((), functools.partial(_log_difference, shelf, namespace, other))
         return True
 
-    def _submit(
-        self, service: LookupService, state: RequestState, awaited: Awaited, lookup: Lookup
-    ) -> Wait | None:
+    def _submit(self, state: RequestState, awaited: Awaited, lookup: Lookup) -> Wait | None:
         """Wait for pieces that the lookup missed; None if the hand-over is not of this request."""
         try:
             if not self._engine.adapters.trusts(state.request.lora_request):
@@ -334,26 +356,21 @@ class Handovers:
             pieces = self._missing(state, awaited, lookup)
         except ValueError as error:
             if awaited.patience is not None:
-                self.forget(state.id)
+                self._forget(state.id)
                 return None
             self._end(state, awaited, "invalid")
             self._refuse("invalid", str(error))
             return None
         if not pieces and not (state.request.kv_transfer_params or awaited.handover.key):
-            self.forget(state.id)
+            self._forget(state.id)
             return None
         if self._service is None:
             self._service = WaitService(
-                self._engine.views,
-                counters=self._counters,
-                on_seen=service.note_seen,
-                on_thread_start=widen_cpu_affinity,
+                self._engine.views, counters=self._counters, on_thread_start=widen_cpu_affinity
             )
-        awaited.seen = 0
-        wait = awaited.wait = self._service.submit(pieces, awaited.handover.attempt)
-        if pieces:
-            self._lookups.look_up_after(service, state, wait.ended)
-        return wait
+        awaited.first, awaited.seen = lookup.full_chunks, 0
+        awaited.wait = self._service.submit(pieces, awaited.handover.attempt)
+        return awaited.wait
 
     def _missing(self, state: RequestState, awaited: Awaited, lookup: Lookup) -> list[Piece]:
         """Return what a load needs and the lookup has not seen: the full chunks first, in order.

@@ -19,7 +19,8 @@ Contracts of hits
   would have to continue it.
 * A drafter never changes what is a hit.
 * A hit ends before the first chunk that a load of any request has failed for. Where objects have
-  kinds a shorter hit needs others, so a lookup must search anew (:meth:`Hits.is_refuted`).
+  kinds a shorter hit needs others, so a lookup must search anew (:meth:`Hits.is_refuted`). What a
+  wait for a hand-over has looked for is offered all the same.
 * Everything but :meth:`Hits.ranges` runs on the engine's step thread.
 
 Contracts of likely ends
@@ -120,7 +121,7 @@ class Hits:
         chunks, size = lookup.hit_chunks, self._size
         if not self._groups.mixed:
             places = range(min(computed // size, chunks), chunks)
-            chunks = self._unfailed(lookup, FULL, places).stop
+            chunks = self._unfailed(state, lookup, FULL, places).stop
             if self._groups.hybrid:
                 # A search for full chunks alone has no ends.
                 ends = self.ends(state) or ()
@@ -131,9 +132,6 @@ class Hits:
         if state.awaited is not None and not self._has_drafter:
             # A drafter has KV of whole chunks only.
             whole = state.awaited.hit_tokens
-            if chunks * size < whole - whole % size:
-                # A piece has gone since the wait saw it.
-                whole = 0
         # One token must be left: the model has to compute an output to sample from.
         hit: int = min(chunks * size, last)
         hit -= hit % self._groups.alignment
@@ -163,11 +161,12 @@ class Hits:
         if not self._groups.mixed:
             return False
         needed = self.ranges(computed, lookup.hit_chunks * self._size).items()
-        return any(self._unfailed(lookup, kind, n) != n for kind, n in needed)
+        return any(self._unfailed(state, lookup, kind, n) != n for kind, n in needed)
 
-    def _unfailed(self, lookup: Lookup, kind: Kind, places: range) -> range:
+    def _unfailed(self, state: RequestState, lookup: Lookup, kind: Kind, places: range) -> range:
         """Return those of some chunks that lie before the first that a load has failed for."""
-        if lookup.chain is None or not self._failed.any:
+        is_waited_for = state.awaited is not None and state.awaited.wait is not None
+        if lookup.chain is None or is_waited_for or not self._failed.any:
             return places
         chunks = lookup.chain.chunks[places.start : places.stop]
         return places[: self._failed.leading([kind_key(chunk.key, kind) for chunk in chunks])]
@@ -247,11 +246,8 @@ class Hits:
             return None
         if awaited is not None and awaited.outcome is None:
             # Windows and states are useful at the end of the wait only.
-            count = self.full_chunks(lookup)
-            if awaited.wait is not None and FULL in self._groups.kinds:
-                # It sees the full chunks first, in their order.
-                count = min(count + awaited.wait.seen, awaited.handover.tokens // self._size)
-            full = self._unfailed(lookup, FULL, range(first // self._size, count))
+            full = range(first // self._size, self.full_chunks(lookup))
+            full = self._unfailed(state, lookup, FULL, full)
             return Loadable(lookup.chain.chunks, {FULL: full} if full else {}, grows=True)
         hit = self.tokens(state, lookup, first)
         if state.gave_up or hit <= first:

@@ -26,7 +26,6 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from concurrent.futures import Future
 from itertools import islice
 from typing import Any, Final
 
@@ -161,15 +160,7 @@ class Lookups:
         state.lookup = self._submit(service, state)
         return state.lookup
 
-    def look_up_after(
-        self, service: LookupService, state: RequestState, ended: Future[None]
-    ) -> None:
-        """Look up a request anew once its wait has ended. Its answer counts until then."""
-        state.newer = self._submit(service, state, ended)
-
-    def _submit(
-        self, service: LookupService, state: RequestState, ended: Future[None] | None = None
-    ) -> Lookup:
+    def _submit(self, service: LookupService, state: RequestState) -> Lookup:
         namespace, request = self._engine.handshake.namespace, state.request
         assert namespace is not None
         digest, lora = namespace.digest, request.lora_request
@@ -186,8 +177,7 @@ class Lookups:
             make_chain,
             ends=self._hits.ends(state),
             on_done=self._recorder() if state.reads else None,
-            # A request that waits has its adapter's digest.
-            ready=ended or hashed,
+            ready=hashed,
         )
 
     def _recorder(self) -> Callable[[Lookup], None] | None:

@@ -101,8 +101,9 @@ class Awaited:
         The tail, once its key was compared.
     wait : Wait or None
         None until it is known what is missing.
-    seen : int
-        Pieces that the wait had when vLLM last asked.
+    first, seen : int
+        Full chunks that the lookup had seen when the wait began, and pieces that the wait had when
+        vLLM last asked.
     retry_at : float
         No lookup is started before that.
     """
@@ -114,6 +115,7 @@ class Awaited:
     outcome: HandoverOutcome | None = None
     tail: Chunk | None = None
     wait: Wait | None = None
+    first: int = 0
     seen: int = 0
     retry_at: float = -math.inf
 
@@ -129,6 +131,10 @@ class Awaited:
         if self.outcome != "complete":
             return 0
         return handover.tokens if self.tail is not None else handover.tokens - handover.tail
+
+    def is_overdue(self, now: float) -> bool:
+        """Whether the wait failed (late, or the producer gave up) and its deadline has passed."""
+        return self.outcome in ("late", "gave_up") and now >= self.deadline
 
     def drop(self) -> None:
         """Forget what was seen, and cancel the wait."""
@@ -315,6 +321,9 @@ class RequestState:
         self.admission = self.request.num_preemptions
         self.loaded = self.gave_up = False
         self.waiting_since = None
+        if self.awaited is not None and self.awaited.outcome is not None:
+            # Promised chunks are there, or are not waited for again.
+            self.awaited.deadline = math.inf
 
     def cancel_lookups(self) -> None:
         """Note that no answer is needed any more."""

@@ -197,10 +197,11 @@ class SchedulerSide:
                 return None
         if handshake.checking:
             return 0
-        service = engine.lookup_service
+        service, awaited = engine.lookup_service, state.awaited
+        overdue = awaited is not None and awaited.is_overdue(self.handovers.clock())
         lookup = None if service is None else self.lookups.asked(service, state)
         if service is None or handshake.announcing:
-            return None if handshake.may_wait() else 0
+            return None if not overdue and handshake.may_wait() else 0
         if self.lookups.breaker_is_open(service):
             if not state.refused:
                 state.refused = True
@@ -212,7 +213,7 @@ class SchedulerSide:
             self._count(state, computed, 0)
             return 0
         done = lookup is not None and self.lookups.wait(service, lookup)
-        if not done and not (lookup and self.lookups.too_long(service, state)):
+        if not done and not overdue and not (lookup and self.lookups.too_long(service, state)):
             return None
         if lookup is None or not done or lookup.given_up:
             state.gave_up = True
@@ -271,7 +272,7 @@ class SchedulerSide:
             return False, None
         failure = "the end of a request was not noted"
         if state.awaited is not None:
-            self._contain(failure, self.handovers.forget, state.id)
+            self._contain(failure, self.handovers.finished, state)
         if state.load:
             self._contain(failure, self.loads.finished, state)
         self._contain(failure, self.lookups.finished, state)
