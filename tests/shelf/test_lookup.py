@@ -218,8 +218,8 @@ def test_service_is_stalled_while_all_threads_are_at_one_lookup_for_too_long(far
     waiting = [far.submit(prompt(2, seed=0))]
     until(lambda: len(far.storage.asked) >= 1)
     time.sleep(0.4)
-    waiting += [far.submit(prompt(2, seed=seed)) for seed in range(1, 8)]
-    until(lambda: len(far.storage.asked) >= 8)
+    waiting += [far.submit(prompt(2, seed=seed)) for seed in range(1, far.service._count)]
+    until(lambda: len(far.storage.asked) >= far.service._count)
     assert not far.service.stalled(0.3), "another thread has just begun"
     time.sleep(0.35)
     assert far.service.stalled(0.3)
@@ -356,7 +356,7 @@ def test_lookups_are_given_up_while_no_thread_can_be_started(
     lookups.put(lookups.chunks(tokens))
     lookups.storage.gate.clear()
     with none_can_be_started(monkeypatch, "kvshelf-lookup"):
-        waiting = [lookups.submit(prompt(1, seed)) for seed in range(12)]
+        waiting = [lookups.submit(prompt(1, seed)) for seed in range(40)]
         # No thread is left that could come to the last.
         assert all(lookup.wait(PATIENCE) and lookup.given_up for lookup in waiting)
         assert not lookups.service.available

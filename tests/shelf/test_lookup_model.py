@@ -147,7 +147,7 @@ class Life:
         view = Shelf(self.guard).view(FMT)
         self.service = LookupService(view, failed=self.failed, counters=self.counters)
         self.waits = WaitService({FULL: view}, counters=Counters())
-        self.count = 8 if far else 1
+        self.count = self.service._count
         for clean in (self.guard.close, self.service.close, self.waits.close, self.go_on):
             stack.callback(clean)
         self.refused = stack.enter_context(ExitStack())

@@ -25,7 +25,7 @@ Contracts
   and states that a hit needs have been seen.
 * Failures and answers of the storage are remembered for each kind of a chunk, by its kind key
   (:func:`kvshelf.format.kinds.kind_key`).
-* One thread works on one lookup; on a high-latency storage eight do so at the same time.
+* One thread works on one lookup; on a high-latency storage 32 do so at the same time.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _AT_ONCE = 8
 #: Chunks of a hit for which a disk tier is asked.
 _ASKED_OF_TIER = 16
 #: Threads where a round takes long: so many lookups wait for the storage at the same time.
-_HIGH_LATENCY_THREADS = 8
+_HIGH_LATENCY_THREADS = 32
 
 #: What is looked for: a kind key, and how many of its objects, from the first on.
 _Name: TypeAlias = "tuple[bytes, int]"
