@@ -26,8 +26,8 @@ from kvshelf.kv.layout import PagedLayout
 from kvshelf.kv.ops import library as library_module
 from kvshelf.kv.ops import torch_copy as torch_copy_module
 from tests.kv.implementations import COMPILED, IMPLEMENTATIONS, using
-from tests.native.paged import Buffers, Case, cases
 from tests.support.paged import make_paged
+from tests.support.paged_cases import Buffers, Case, cases
 
 
 @pytest.fixture(params=IMPLEMENTATIONS)
@@ -349,7 +349,7 @@ def test_opcheck(form: str, implementation: str) -> None:
     paged = make_paged(form, torch.bfloat16)
     slots = torch.tensor([2, -1, 0])
     chunk = torch.zeros(2 * paged.layout.chunk_bytes(3, 1), dtype=torch.uint8)
-    arguments = (paged.caches, slots, chunk, paged.layout.as_ints(), 1, 1)
+    arguments = (paged.caches, slots, chunk, paged.layout.as_ints(), 1, 1, [])
     for name in ("gather_kv", "scatter_kv"):
         results = torch.library.opcheck(getattr(torch.ops.kvshelf, name).default, arguments)
         assert set(results.values()) == {"SUCCESS"}
@@ -390,12 +390,10 @@ def test_compiled_as_one_graph(implementation: str) -> None:
 @pytest.fixture
 def fresh_choice(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     monkeypatch.delenv("KVSHELF_OPS", raising=False)
-    for remembered in (library_module.compiled_library, library_module._load_kernels):
-        remembered.cache_clear()
+    library_module.compiled_library.cache_clear()
     yield monkeypatch
     monkeypatch.undo()
-    for remembered in (library_module.compiled_library, library_module._load_kernels):
-        remembered.cache_clear()
+    library_module.compiled_library.cache_clear()
 
 
 def _copies() -> bool:
@@ -454,9 +452,18 @@ def test_asking_for_a_library_that_is_not_there_is_an_error(
         ops.implementation()
 
 
-def test_an_unknown_choice_is_an_error(fresh_choice: pytest.MonkeyPatch) -> None:
-    fresh_choice.setenv("KVSHELF_OPS", "fast")
-    with pytest.raises(ConfigError, match="'fast'; expected auto, cpp, cuda, triton or"):
+@pytest.mark.parametrize(
+    ("choice", "message"),
+    [
+        ("fast", "'fast'; expected auto, cpp, cuda or torch$"),
+        ("triton", "'triton'; expected auto, cpp, cuda or torch.*uses no Triton"),
+    ],
+)
+def test_unknown_choice_is_an_error(
+    fresh_choice: pytest.MonkeyPatch, choice: str, message: str
+) -> None:
+    fresh_choice.setenv("KVSHELF_OPS", choice)
+    with pytest.raises(ConfigError, match=message):
         ops.implementation()
 
 

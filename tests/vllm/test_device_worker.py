@@ -1,6 +1,6 @@
 """Lives of an engine whose caches are on a device: sleep, failures, memory.
 
-:mod:`tests.native.test_device` has what each copy does then.
+:mod:`tests.kv.test_copier` has what each copy does then.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from kvshelf.shelf.shelf import Shelf
 from kvshelf.tiers import tiered
 from kvshelf.vllm import connector
 from kvshelf.vllm.connector import SharedStorageConnector
-from tests.native.emulation import emulation
+from tests.native.emulation import emulated
 from tests.server.node import LocalServer
 from tests.sim.engine import DRAFTING, EngineModel, Start
 from tests.sim.engine_caches import PLAIN, PagedCaches, transfer_config, vllm_config
@@ -43,10 +43,10 @@ pytestmark = pytest.mark.real
 RUNNERS = ["V1 on a device", "V2 on a device"]
 
 
-@pytest.fixture(autouse=True, params=["native", "tensors"])
+@pytest.fixture(autouse=True, params=["kernel", "torch"])
 def copier(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Who copies: the compiled library on the emulated device, or what replaces it."""
-    with emulation().in_use() if request.param == "native" else nullcontext():
+    """Who gathers and scatters: the kernel, emulated, or what replaces it."""
+    with emulated() if request.param == "kernel" else nullcontext():
         yield request.param
 
 
@@ -322,18 +322,15 @@ def test_a_node_server_takes_stores_from_the_memory_of_a_worker(
 # ------------------------------------------------------------------------- failures
 
 
-@pytest.mark.parametrize("fault", ["event", "record", "query", "synchronize", "wait", "enqueue"])
+@pytest.mark.parametrize("fault", ["event", "record", "query", "copy", "wait", "enqueue"])
 @pytest.mark.parametrize("runner", RUNNERS)
 def test_after_a_device_failed_the_engine_goes_on_as_with_no_cache(
     start: Start,
     backend: FaultyStorage,
     runner: str,
     fault: str,
-    copier: str,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    if (copier, fault) in (("native", "event"), ("tensors", "query")):
-        pytest.skip("this copier does not ask that of a device")
     engine = start(runner=runner)
     run(engine, prompt(41))
     assert engine.device is not None

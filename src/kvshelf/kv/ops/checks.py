@@ -32,9 +32,9 @@ class Caches(Generic[Layout]):
     addresses: array[int]
     device: torch.device
     on_cpu: bool
-    kernels: bool  # the kernels support such caches on their device
-    indexes: dict[tuple[int, ...], array[int]]  # of earlier calls, by what differs between calls
-    anchor: Tensor  # empty, on their device
+    #: What the CPU's and the GPU's copies keep of earlier calls, by what differs between calls.
+    indexes: dict[tuple[int, ...], array[int]]
+    plans: dict[tuple[object, ...], object]
     references: tuple[weakref.ref[Tensor], ...]
 
 
@@ -53,6 +53,7 @@ class Call(Generic[Layout]):
     known: Caches[Layout]
     first_head: int
     num_heads: int
+    starts: tuple[int, ...] = ()
 
     def parts(self) -> Iterator[Call[Layout]]:
         """Split a call into one for each chunk."""
@@ -114,10 +115,13 @@ def checked(
     form: Sequence[int] | PermutedLayout,
     first_head: int,
     num_heads: int,
+    starts: Sequence[int] = (),
     *,
     gather: bool,
 ) -> Call[Any]:
     """Check a call except for its slots' values; `form` is the layout, as integers or permuted.
+
+    `starts` is empty, or has the first byte of each layer in a buffer.
 
     Raises
     ------
@@ -160,8 +164,16 @@ def checked(
             f"has heads 0 … {layout.heads - 1}; first_head and num_heads must name at least one of "
             "them"
         )
-    expected = len(caches) * layout.chunk_bytes(tokens, num_heads)
-    if shape[-1] != expected:
+    of_layer = layout.chunk_bytes(tokens, num_heads)
+    expected = len(caches) * of_layer
+    if starts:
+        expected = shape[-1]
+        if len(starts) != len(caches) or min(starts) < 0 or max(starts) + of_layer > expected:
+            raise ValueError(
+                f"layers of {of_layer} bytes begin at {list(starts)} of {name}; expected one place"
+                f" for each of {len(caches)} layers, within {expected} bytes"
+            )
+    elif shape[-1] != expected:
         raise ValueError(
             f"{name} has {shape[-1]} bytes; expected {expected} = {len(caches)} layers × "
             f"{layout.kv_planes} KV planes × {tokens} tokens × {num_heads} heads × "
@@ -183,6 +195,7 @@ def checked(
         known,
         first_head,
         num_heads,
+        tuple(starts),
     )
 
 
@@ -255,9 +268,7 @@ def _check_caches(
         _known_caches.pop(key, None)
 
     references = tuple(weakref.ref(cache, forget) for cache in caches)
-    kernels = device.type in library.KERNEL_DEVICES and not isinstance(layout, PermutedLayout)
-    anchor = torch.empty(0, dtype=torch.uint8, device=device)
-    known = Caches(layout, addresses, device, first.is_cpu, kernels, {}, anchor, references)
+    known = Caches(layout, addresses, device, first.is_cpu, {}, {}, references)
     if len(_known_caches) >= MAX_KNOWN:
         _known_caches.clear()
     _known_caches[key] = known
@@ -313,13 +324,6 @@ def check_slots(slot_mapping: Tensor, layout: PagedLayout) -> None:
     position = compiled.check_slots(slots.data_ptr(), slots.numel(), layout.num_slots)
     if position >= 0:
         raise bad_slot_error(int(slots.view(-1)[position]), position, layout)
-
-
-def blocks_in_one_piece(layout: PagedLayout, num_heads: int) -> bool:
-    """Whether K and V of `num_heads` heads of a block are each contiguous in the cache."""
-    return (num_heads == 1 or layout.head_stride == layout.row_bytes) and (
-        layout.block_size == 1 or layout.token_stride == num_heads * layout.row_bytes
-    )
 
 
 def _check_permuted(slots: Tensor, buffer: Tensor, name: str) -> None:
