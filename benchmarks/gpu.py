@@ -95,8 +95,8 @@ def rows() -> Iterator[dict[str, Any]]:
     select = seconds_of(lambda: [part.index_select(0, index) for part in flat])
     copy = seconds_of(lambda: [flat[n].index_copy_(0, index, kv[n]) for n in range(LAYERS)])
     for shards in (1, SHARDS):
-        out = torch.empty(1, shards, size // shards, dtype=torch.uint8, device="cuda")
-        call = (caches, slots[:1], out, layout, 0, HEADS // shards)
+        out = torch.empty(shards, size // shards, dtype=torch.uint8, device="cuda")
+        call = (caches, slots[0], out, layout, 0, HEADS // shards)
         took = seconds_of(partial(ops.gather_kv, *call))
         yield row(f"gather, {shards} objects", size, took, "index_select", select)
         scatter = seconds_of(partial(ops.scatter_kv, *call))
@@ -107,7 +107,7 @@ def rows() -> Iterator[dict[str, Any]]:
         memory = ChunkMemory(2 * size, device=out.device)
         path = DeviceKVCache(calls, buffer_bytes=256 << 20)
         payloads = [memory.tensor[n * piece : (n + 1) * piece] for n in range(shards)]
-        on_device = list(out[0])
+        on_device = list(out)
 
         def copies(to: list[Any], source: list[Any]) -> None:
             for target, one in [*zip(to, source, strict=True)] * CHUNKS:
@@ -134,8 +134,8 @@ def rows() -> Iterator[dict[str, Any]]:
             yield row(f"{name} {what}", CHUNKS * size, seconds_of(work), "plain copies", least)
 
         # The kernel may read page-locked memory itself. Then loads need no device buffer.
-        arguments = (caches, slots[:1], out, layout.as_ints(), 0, heads)
-        host = memory.tensor[:size].view(1, shards, piece)
+        arguments = (caches, slots[0], out, layout.as_ints(), 0, heads)
+        host = memory.tensor[:size].view(shards, piece)
         direct = replace(checked(*arguments, gather=False), buffers=host)
         took = seconds_of(partial(run_kernel, direct, gather=False))
         by_buffer = seconds_of(partial(path.scatter_chunk, range(shards), slots[0], payloads))

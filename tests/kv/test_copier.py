@@ -62,7 +62,7 @@ class Rig:
 
     def expected(self, slots: torch.Tensor = SLOTS) -> list[torch.Tensor]:
         """The payloads that the caches have now."""
-        parts = [Case(paged, slots.tolist(), 1, SHARDS, 0, 1).gathered()[0] for paged in self.paged]
+        parts = [Case(paged, slots.tolist(), SHARDS, 0, 1).gathered() for paged in self.paged]
         return [torch.cat([part[shard] for part in parts]) for shard in range(SHARDS)]
 
     def overwrite(self, seed: int = 0) -> None:
@@ -291,8 +291,8 @@ def place(rig: Rig, shard: int, slots: torch.Tensor, payload: torch.Tensor) -> l
     """What all memory must be after one shard's payload was scattered."""
     after = []
     for paged, call in zip(rig.paged, rig.calls, strict=True):
-        case = Case(paged, slots.tolist(), 1, 1, shard * call.heads, call.heads)
-        after += case.scattered(payload[call.start : call.end].view(1, 1, -1))
+        case = Case(paged, slots.tolist(), 1, shard * call.heads, call.heads)
+        after += case.scattered(payload[call.start : call.end].view(1, -1))
     return after
 
 
@@ -348,7 +348,7 @@ def test_each_cache_group_has_slots_and_heads_of_its_own(is_divided: bool) -> No
     want = []
     for (paged, of_group), call in zip(forms, calls, strict=True):
         rows = payload[call.start : call.end].view(-1, parts, paged.layout.row_bytes)[:, parts - 1]
-        want += Case(paged, of_group, 1, 1, 0, 1).scattered(rows.reshape(1, 1, -1))
+        want += Case(paged, of_group, 1, 0, 1).scattered(rows.reshape(1, -1))
     cache.scatter(0, slots, payload, cache.fence())
     check([memory for paged, _ in forms for memory in paged.memory], want)
     if not is_divided:
@@ -453,7 +453,7 @@ def test_shards_with_other_layers_are_launched_apart() -> None:
     assert copied is not None
     copied.wait()
     for n, part in enumerate(paged):
-        want = Case(part, slots.tolist(), 1, 2, 0, 1).gathered()[0]
+        want = Case(part, slots.tolist(), 2, 0, 1).gathered()
         check(payloads[2 * n : 2 * n + 2], list(want))
     cache.close()
 

@@ -293,7 +293,7 @@ def test_vectors_are_as_wide_as_strides_and_addresses_allow(
     cache = memory.as_strided(shape, strides)
     layout = PagedLayout.from_2bnhd(cache)
     paged = Paged("2bnhd", [memory], [cache], layout)
-    case = Case(paged, [layout.num_slots - 1, 0][: layout.num_slots], 1, 1, first_head, 1)
+    case = Case(paged, [layout.num_slots - 1, 0][: layout.num_slots], 1, first_head, 1)
     assert check(kernels, case, Buffers.of(case, lead)) == width
 
 
@@ -302,22 +302,21 @@ def test_lanes_that_do_not_fill_their_blocks_are_copied(kernels: EmulatedKernels
     memory = [torch.randint(1, 256, (12 * row,), dtype=torch.uint8) for _ in range(2)]
     caches = [part.view(3, 4, row) for part in memory]
     paged = Paged("mla", memory, caches, PagedLayout.from_mla(caches[0]))
-    case = Case(paged, [7, -1, 0, 11, 5, 3], 2, 1, 0, 1)
+    case = Case(paged, [7, -1, 0, 11, 5, 3], 1, 0, 1)
     check(kernels, case, Buffers.of(case, lead=1))
 
 
 @pytest.mark.parametrize(
-    ("layers", "chunks", "tokens", "launches"),
-    [(128, 1, 3, 1), (300, 1, 3, 3), (2, 1, 513, 2), (2, 2, 256, 2), (2, 3, 1100, 9)],
+    ("layers", "tokens", "launches"),
+    [(128, 3, 1), (300, 3, 3), (2, 512, 1), (2, 513, 2), (129, 1100, 6)],
 )
 def test_launch_takes_128_layers_and_512_tokens(
-    kernels: EmulatedKernels, layers: int, chunks: int, tokens: int, launches: int
+    kernels: EmulatedKernels, layers: int, tokens: int, launches: int
 ) -> None:
-    blocks = chunks * tokens
-    paged = make_paged("mla", torch.uint8, layers=layers, blocks=blocks, block_size=1, head_size=2)
-    order = np.random.default_rng(5).permutation(blocks).tolist()
+    paged = make_paged("mla", torch.uint8, layers=layers, blocks=tokens, block_size=1, head_size=2)
+    order = np.random.default_rng(5).permutation(tokens).tolist()
     order[tokens // 2] = -1
-    case = Case(paged, order, chunks, 1, 0, 1)
+    case = Case(paged, order, 1, 0, 1)
     check(kernels, case, Buffers.of(case, gap=16))
     assert len(kernels.launches) == 2 * launches
 
@@ -326,7 +325,7 @@ def test_all_layers_and_shards_take_one_launch_that_uses_all_processors(
     kernels: EmulatedKernels,
 ) -> None:
     paged = make_paged("bhnc-nhd", torch.bfloat16, layers=4, blocks=64, heads=8, head_size=16)
-    case = Case(paged, list(range(256)), 1, 8, 0, 1)
+    case = Case(paged, list(range(256)), 8, 0, 1)
     assert check(kernels, case, Buffers.of(case)) == 16
     gather, _ = kernels.launches
     assert gather.name == "gather_16"
@@ -339,9 +338,9 @@ def test_all_layers_and_shards_take_one_launch_that_uses_all_processors(
 
 def test_places_of_layers_leave_the_rest_of_a_buffer(kernels: EmulatedKernels) -> None:
     paged = make_paged("bhnc-nhd", torch.bfloat16, layers=2)
-    case = Case(paged, [3, -1, 0], 1, 2, 0, 1)
+    case = Case(paged, [3, -1, 0], 2, 0, 1)
     size = paged.layout.chunk_bytes(3, 1)
-    out = torch.full((1, 2, 3 * size + 8), 0xAB, dtype=torch.uint8)
+    out = torch.full((2, 3 * size + 8), 0xAB, dtype=torch.uint8)
     arguments = (paged.caches, case.mapping, out, paged.layout, 0, 1)
     starts = [2 * size + 8, 0]
     ops.gather_kv(*arguments, starts)
@@ -358,10 +357,10 @@ def test_more_than_32_bits_count_is_left_to_torch(
     kernels: EmulatedKernels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     paged = make_paged("mla", torch.float32)
-    case = Case(paged, [3, 1], 1, 1, 0, 1)
+    case = Case(paged, [3, 1], 1, 0, 1)
     monkeypatch.setattr(kernel, "_MOST", paged.layout.num_slots)
     out = torch.empty(case.buffer_bytes, dtype=torch.uint8)
-    ops.gather_kv(paged.caches, case.mapping.view(-1), out, paged.layout)
+    ops.gather_kv(paged.caches, case.mapping, out, paged.layout)
     assert not kernels.launches
     np.testing.assert_array_equal(out.numpy(), case.gathered().reshape(-1))
 

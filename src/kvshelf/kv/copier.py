@@ -150,7 +150,7 @@ class CopyPlan:
         """Enqueue a gather or scatter of neighbouring shards on the current stream."""
         for first, count, runs in self.groups:
             low, high = max(places.start, first), min(places.stop, first + count)
-            part = buffer[low - places.start : high - places.start].unsqueeze(0)
+            part = buffer[low - places.start : high - places.start]
             for run in runs if low < high else ():
                 call = run.call
                 head = call.first_head + (low - first) * call.heads

@@ -5,12 +5,10 @@ the same for caches whose elements are permuted inside each (block, head), which
 does not know, all their checks, and the choice of what carries them out: the kernel on GPUs, the
 compiled library on CPUs, and plain torch wherever these are not there.
 
-One call copies one or several chunks of equally many tokens, and of each chunk one or
-several shards of equally many heads. Each (chunk, shard) has a *buffer*: uint8 and
-contiguous, for each layer [kv_planes, tokens, heads, row_bytes], layers one after another,
-which is the payload of a shard's safetensors file. The buffers of a call are one tensor:
-``[bytes]``, ``[chunks, bytes]`` or ``[chunks, shards, bytes]``. For permuted caches a call
-copies one chunk into one buffer.
+One call copies one chunk, of which it copies one or several shards of equally many heads. Each
+shard has a *buffer*: uint8 and contiguous, for each layer [kv_planes, tokens, heads, row_bytes],
+layers one after another, which is the payload of a shard's safetensors file. The buffers of a call
+are one tensor: ``[bytes]`` or ``[shards, bytes]``. For permuted caches a call copies one shard.
 
 Contracts
 ---------

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import weakref
 from array import array
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Final, Generic, TypeAlias, TypeVar
 
 import torch
@@ -45,26 +45,18 @@ class Call(Generic[Layout]):
     caches: Sequence[Tensor]
     slots: Tensor
     buffers: Tensor
-    chunks: int
-    tokens: int  # of each chunk
+    tokens: int
     shards: int
     shard_stride: int
     layout: Layout
     known: Caches[Layout]
     first_head: int
     num_heads: int
-    starts: tuple[int, ...] = ()
-
-    def parts(self) -> Iterator[Call[Layout]]:
-        """Split a call into one for each chunk."""
-        for slots, buffers in zip(self.slots, self.buffers, strict=True):
-            yield replace(self, slots=slots, buffers=buffers, chunks=1)
+    starts: Sequence[int] = ()
 
     @property
     def shard_buffers(self) -> Tensor:
-        """The buffers of a call of one chunk: [shards, bytes]."""
-        if self.buffers.dim() == 3:
-            return self.buffers[0]
+        """The buffers: [shards, bytes]."""
         return self.buffers if self.buffers.dim() == 2 else self.buffers.unsqueeze(0)
 
 
@@ -134,10 +126,9 @@ def checked(
     known = known_caches_of(caches, form)
     layout = known.layout
 
-    if not slots.is_cpu or slots.dtype != torch.int64 or slots.dim() not in (1, 2):
+    if not slots.is_cpu or slots.dtype != torch.int64 or slots.dim() != 1:
         raise ValueError(
-            f"slot_mapping is {describe(slots)}; expected an int64 CPU tensor [tokens] or "
-            "[chunks, tokens]"
+            f"slot_mapping is {describe(slots)}; expected an int64 CPU tensor [tokens]"
         )
     if not slots.is_contiguous():
         raise ValueError(
@@ -146,18 +137,12 @@ def checked(
         )
     shape = buffers.shape
     dimensions = len(shape)
-    if buffers.device != known.device or buffers.dtype != torch.uint8 or not 1 <= dimensions <= 3:
+    if buffers.device != known.device or buffers.dtype != torch.uint8 or not 1 <= dimensions <= 2:
         raise ValueError(
-            f"{name} is {describe(buffers)}; expected a uint8 tensor [bytes], [chunks, bytes] or "
-            f"[chunks, shards, bytes] on {known.device}, where the caches are"
+            f"{name} is {describe(buffers)}; expected a uint8 tensor [bytes] or [shards, bytes] on"
+            f" {known.device}, where the caches are"
         )
-    chunks, tokens = (1, slots.numel()) if slots.dim() == 1 else slots.shape
-    shards = shape[1] if dimensions == 3 else 1
-    if (shape[0] if dimensions > 1 else 1) != chunks:
-        raise ValueError(
-            f"{name} is {describe(buffers)}, but slot_mapping is {describe(slots)}: there is one "
-            f"buffer for each chunk, so expected {chunks} of them"
-        )
+    tokens, shards = slots.numel(), shape[0] if dimensions == 2 else 1
     if first_head < 0 or num_heads < 1 or first_head + shards * num_heads > layout.heads:
         raise ValueError(
             f"{_heads_text(shards, num_heads)} from head {first_head} on requested, but the cache "
@@ -187,7 +172,6 @@ def checked(
         caches,
         slots,
         buffers,
-        chunks,
         tokens,
         shards,
         shard_stride,
@@ -195,7 +179,7 @@ def checked(
         known,
         first_head,
         num_heads,
-        tuple(starts),
+        starts,
     )
 
 
@@ -211,15 +195,14 @@ def _check_buffers(buffers: Tensor, name: str, size: int) -> int:
             f"{name} has strides {list(strides)}; expected contiguous buffers: allocate them "
             "with torch.empty(shape, dtype=torch.uint8)"
         )
-    end = size
-    for stride, count in sorted(zip(strides[:-1], buffers.shape[:-1], strict=True)):
-        if count > 1 and stride < end:
-            raise ValueError(
-                f"{name} has strides {list(strides)}, so that buffers of {size} bytes overlap; "
-                "pass a tensor in which each buffer has its own memory"
-            )
-        end += max(0, count - 1) * stride
-    return strides[1] if buffers.dim() == 3 else 0
+    if buffers.dim() == 1:
+        return 0
+    if buffers.shape[0] > 1 and strides[0] < size:
+        raise ValueError(
+            f"{name} has strides {list(strides)}, so that buffers of {size} bytes overlap; "
+            "pass a tensor in which each buffer has its own memory"
+        )
+    return strides[0]
 
 
 def _check_caches(
@@ -290,13 +273,10 @@ def bad_slot_error(slot: int, position: int, layout: PagedLayout | PermutedLayou
 
 def check_slot_values(slots: Tensor, layout: PagedLayout | PermutedLayout) -> None:
     """Check by plain torch that each slot is −1 or one of the layout's."""
-    if slots.numel() == 0:
-        return
-    low, high = (int(bound) for bound in torch.aminmax(slots))
-    if low < -1 or high >= layout.num_slots:
-        flat = slots.reshape(-1)
-        position = int(((flat < -1) | (flat >= layout.num_slots)).nonzero()[0])
-        raise bad_slot_error(int(flat[position]), position, layout)
+    bad = ((slots < -1) | (slots >= layout.num_slots)).nonzero()
+    if len(bad):
+        position = int(bad[0])
+        raise bad_slot_error(int(slots[position]), position, layout)
 
 
 def check_slots(slot_mapping: Tensor, layout: PagedLayout) -> None:

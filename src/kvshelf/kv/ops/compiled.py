@@ -20,7 +20,7 @@ _MAX_INDEXES: Final = 64
 
 
 def run_compiled(call: Call[Any], *, gather: bool) -> bool:
-    """Execute a call of one chunk in host memory; return False where the library cannot.
+    """Execute a call in host memory; return False where the library cannot.
 
     It takes no places of layers.
 
@@ -43,7 +43,7 @@ def run_compiled(call: Call[Any], *, gather: bool) -> bool:
             call.buffers.data_ptr(),
         )
     if bad >= 0:
-        raise bad_slot_error(int(call.slots.view(-1)[bad]), bad, call.layout)
+        raise bad_slot_error(int(call.slots[bad]), bad, call.layout)
     return True
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvshelf.kv.layout import PagedLayout, PermutedLayout
 from kvshelf.kv.ops import kernel, library
-from kvshelf.kv.ops.checks import Call, check_slot_values, checked, known_caches_of
+from kvshelf.kv.ops.checks import checked, known_caches_of
 from kvshelf.kv.ops.compiled import run_compiled
 from kvshelf.kv.ops.kernel import run_kernel
 from kvshelf.kv.ops.torch_copy import copy_torch
@@ -37,12 +37,11 @@ def gather_kv(
     caches : sequence of Tensor
         One paged cache for each layer; all of the same shape, strides, dtype and device.
     slot_mapping : Tensor
-        int64 [tokens] or [chunks, tokens], contiguous; each −1 or
-        ``0 <= slot < layout.num_slots``. On the CPU.
+        int64 [tokens], CPU, contiguous; each −1 or ``0 <= slot < layout.num_slots``.
     out : Tensor
-        uint8 [bytes], [chunks, bytes] or [chunks, shards, bytes] with bytes = layers ×
-        kv_planes × tokens × num_heads × row_bytes, each buffer contiguous, on the caches'
-        device. Every byte is written; those of −1 slots become zero.
+        uint8 [bytes] or [shards, bytes] with bytes = layers × kv_planes × tokens × num_heads ×
+        row_bytes, each buffer contiguous, on the caches' device. Every byte is written; those of
+        −1 slots become zero.
     layout : PagedLayout or PermutedLayout
         How rows lie in each cache.
     first_head : int, optional
@@ -170,9 +169,9 @@ def _heads_of_a_shard(
 ) -> int:
     if num_heads is not None:
         return num_heads
-    if buffers.dim() != 3:
+    if buffers.dim() != 2:
         return layout.heads - first_head
-    shards = buffers.shape[1]
+    shards = buffers.shape[0]
     left = layout.heads - first_head
     if shards < 1 or left % shards:
         raise ValueError(
@@ -192,18 +191,9 @@ def _copy(
     num_heads: int,
     starts: Sequence[int] = (),
 ) -> None:
-    arguments = (caches, slot_mapping, buffers, layout, first_head, num_heads, starts)
-    call = checked(*arguments, gather=gather)
-    if call.chunks == 1:
-        _copy_chunk(gather, call)
-        return
-    # A bad slot of any chunk is found before anything is copied.
-    check_slot_values(call.slots, call.layout)
-    for part in call.parts():
-        _copy_chunk(gather, part)
-
-
-def _copy_chunk(gather: bool, call: Call[Any]) -> None:
+    call = checked(
+        caches, slot_mapping, buffers, layout, first_head, num_heads, starts, gather=gather
+    )
     if call.known.on_cpu:
         if run_compiled(call, gather=gather):
             return

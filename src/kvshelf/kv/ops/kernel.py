@@ -30,7 +30,7 @@ import torch
 from kvshelf.background import THREAD_LIMIT, try_to_start
 from kvshelf.errors import ConfigError
 from kvshelf.kv.layout import PagedLayout
-from kvshelf.kv.ops.checks import Call, check_slot_values
+from kvshelf.kv.ops.checks import Call, check_slots
 from kvshelf.kv.ops.library import requested
 
 logger = logging.getLogger(__name__)
@@ -401,7 +401,7 @@ class _Plan:
 
 
 def run_kernel(call: Call[PagedLayout], *, gather: bool) -> bool:
-    """Enqueue a checked call of one chunk; return False where torch has to copy it.
+    """Enqueue a checked call; return False where torch has to copy it.
 
     Raises
     ------
@@ -414,8 +414,8 @@ def run_kernel(call: Call[PagedLayout], *, gather: bool) -> bool:
     if kernels is None:
         return False
     # A copy: what is checked is what is used, whatever other threads do to the mapping.
-    slots = call.slots.view(-1).clone()
-    check_slot_values(slots, call.layout)
+    slots = call.slots.clone()
+    check_slots(slots, call.layout)
     plan = _plan_of(call) if call.tokens else None
     if plan is None:
         return not call.tokens
@@ -429,7 +429,7 @@ def _plan_of(call: Call[PagedLayout]) -> _Plan | None:
     """Return the plan of a call, made at most once for calls alike; None beyond 32 bits."""
     address = call.buffers.data_ptr()
     counts = (call.first_head, call.tokens, call.shards, call.num_heads, call.shard_stride)
-    key = (*counts, call.starts, address % max(WIDTHS))
+    key = (*counts, *call.starts, address % max(WIDTHS))
     plans = call.known.plans
     plan = plans.get(key)
     if plan is None:
