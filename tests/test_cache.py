@@ -42,7 +42,7 @@ from kvshelf.forms import (
 )
 from kvshelf.kv import sources
 from kvshelf.kv.caches import HostKVCache
-from kvshelf.kv.copier import CopyPlan
+from kvshelf.kv.copy_plan import CopyPlan
 from kvshelf.kv.device import DeviceKVCache
 from kvshelf.kv.layout import PagedLayout
 from kvshelf.memory.ring import rounded

@@ -22,24 +22,23 @@ Contracts
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import sys
 import threading
 import time
 import weakref
-from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, TypeVar, cast
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import Tensor
 
 from kvshelf.errors import ConfigError, DeviceStuckError, DeviceUnavailableError
-from kvshelf.kv import ops
 from kvshelf.kv.caches import TAILS_KEPT, KVCache, KVMemory, LayerCall, PendingCopy
-from kvshelf.kv.copier import Copier, CopyPlan
-from kvshelf.kv.layout import PagedLayout
+from kvshelf.kv.copier import Copier
+from kvshelf.kv.copy_plan import CopyPlan
 from kvshelf.kv.streams import Streams
 from kvshelf.logs import RateLimitedLog
 from kvshelf.traces import trace_range
@@ -60,30 +59,37 @@ _PAUSE_SECONDS: Final = 30.0
 _CLOSE_SECONDS: Final = 2.0
 
 
-class _DeviceState:
-    """Whether a device works, as far as its errors tell."""
+class _Usage:
+    """Who may use the caches of a device: whether it works, and whether the engine lends them.
+
+    Attributes
+    ----------
+    problem : str
+        How the device failed; empty while it works.
+    """
 
     def __init__(self, device: torch.device, streams: Streams) -> None:
         self.problem = ""
-        self._device = device
+        self.device = device
         self._streams = streams
-        self._lock = threading.Lock()
         self._log = RateLimitedLog(logger)
+        #: Guards all below; notified when a call has ended.
+        self.changed = threading.Condition()
+        self.is_closed = self.is_paused = False
+        self.calls = 0
 
     def note(self, error: RuntimeError) -> RuntimeError:
         """Note an error of the device; return the one that callers get."""
-        if isinstance(error, torch.OutOfMemoryError) or (
-            isinstance(error, DeviceUnavailableError) and not isinstance(error, DeviceStuckError)
-        ):
+        is_stuck = isinstance(error, DeviceStuckError)
+        if isinstance(error, torch.OutOfMemoryError | DeviceUnavailableError) and not is_stuck:
             # The copies in plain torch allocate; a shortage of memory may be temporary.
             return error
         text = str(error).strip().partition("\n")[0]
-        problem = f"{self._device} failed: {text}"
-        is_stuck = isinstance(error, DeviceStuckError)
-        if not self.problem and not is_stuck and self._works():
+        problem = f"{self.device} failed: {text}"
+        if not (self.problem or is_stuck) and self._works():
             self._log.warning("%s. That chunk is not copied; the device still works", problem)
             return DeviceUnavailableError(problem)
-        with self._lock:
+        with self.changed:
             is_first, self.problem = not self.problem, self.problem or problem
         if is_first:
             logger.error(
@@ -99,19 +105,44 @@ class _DeviceState:
             return False
         return True
 
+    def call(self, work: Callable[..., Result], *arguments: object) -> Result:
+        """Use the device, unless it failed."""
+        if self.problem:
+            raise DeviceUnavailableError(self.problem)
+        try:
+            return work(*arguments)
+        except RuntimeError as error:
+            if (noted := self.note(error)) is error:
+                raise
+            raise noted from error
+
+    @contextlib.contextmanager
+    def lent(self) -> Iterator[bool]:
+        """Use the caches, if they may be used now: they stay so meanwhile."""
+        with self.changed:
+            usable = not (self.is_closed or self.is_paused)
+            self.calls += usable
+        try:
+            yield usable
+        finally:
+            with self.changed:
+                self.calls -= usable
+                self.changed.notify_all()
+
 
 class _DeviceMemory(KVMemory):
     """What is copied in one way, chunks or tails, in the caches of a device."""
 
-    _plan: CopyPlan
-
-    @property
-    @abstractmethod
-    def _cache(self) -> DeviceKVCache: ...
+    def __init__(self, plan: CopyPlan, copier: Copier, usage: _Usage) -> None:
+        self._plan, self._copier, self._usage = plan, copier, usage
 
     def gather(self, slots: Tensor, payloads: Sequence[Tensor]) -> PendingCopy | None:
         """See :meth:`~kvshelf.kv.caches.KVMemory.gather`. Step thread; never waits."""
-        return self._cache._gather(self._plan, slots, payloads)
+        self._check(self._plan.sizes, slots, payloads)
+        with self._usage.lent() as usable, trace_range("kvshelf gather"):
+            if not usable:
+                return None
+            return self._usage.call(self._copier.gather, self._plan, slots, payloads)
 
     def scatter(self, shard: int, slots: Tensor, payload: Tensor, fence: object = None) -> None:
         """See :meth:`~kvshelf.kv.caches.KVMemory.scatter`.
@@ -130,26 +161,31 @@ class _DeviceMemory(KVMemory):
     ) -> None:
         """See :meth:`~kvshelf.kv.caches.KVMemory.scatter_chunk`; as :meth:`scatter`."""
         known = list(self._plan.calls)
-        first = known.index(shards[0]) if shards and shards[0] in known else len(known)
-        places = range(first, first + len(payloads))
-        if list(shards) != known[first : places.stop] or not payloads:
-            raise ValueError(
-                f"{len(payloads)} payloads for the shards {list(shards)}; expected one for each of"
-                f" neighbours among {known}"
-            )
-        self._cache._scatter(self._plan, places, slots, payloads, fence)
+        first = known.index(shards[0])
+        places = range(first, first + len(shards))
+        if list(shards) != known[first : places.stop]:
+            raise ValueError(f"the shards {list(shards)} are no neighbours among {known}")
+        self._check(self._plan.sizes[first : places.stop], slots, payloads)
+        with self._usage.lent() as usable, trace_range("kvshelf scatter"):
+            if not usable:
+                raise DeviceUnavailableError(
+                    f"the KV caches on {self._usage.device} cannot be used now: the engine sleeps,"
+                    " or has released them"
+                )
+            self._usage.call(self._copier.scatter, self._plan, places, slots, payloads, fence)
 
-
-class _Tails(_DeviceMemory):
-    """Tails of one number of tokens in the caches of a device."""
-
-    def __init__(self, cache: DeviceKVCache, plan: CopyPlan) -> None:
-        self._of = cache
-        self._plan = plan
-
-    @property
-    def _cache(self) -> DeviceKVCache:
-        return self._of
+    def _check(self, sizes: Sequence[int], slots: Tensor, payloads: Sequence[Tensor]) -> None:
+        if len(payloads) != len(sizes):
+            raise ValueError(f"{len(payloads)} payloads for {len(sizes)} shards")
+        for payload, size in zip(payloads, sizes, strict=True):
+            fits = payload.dtype == torch.uint8 and payload.shape == (size,)
+            if not (fits and payload.is_cpu and payload.is_contiguous()):
+                raise ValueError(
+                    f"a payload is {payload.dtype} {list(payload.shape)} on {payload.device} with"
+                    f" strides {list(payload.stride())}; expected contiguous uint8 [{size}] in host"
+                    " memory"
+                )
+        self._plan.check_slots(slots)
 
 
 class DeviceKVCache(_DeviceMemory, KVCache):
@@ -169,7 +205,7 @@ class DeviceKVCache(_DeviceMemory, KVCache):
     Raises
     ------
     ConfigError
-        If the device has no memory for two buffers.
+        If the device has no memory for its buffers.
     UnsupportedError
         If the elements of a cache are permuted, which no kernel supports.
     """
@@ -181,138 +217,34 @@ class DeviceKVCache(_DeviceMemory, KVCache):
         buffer_bytes: int = 0,
         streams: Streams | None = None,
     ) -> None:
-        self._device = next(iter(calls.values()))[0].caches[0].device
-        self._streams = streams = Streams(self._device) if streams is None else streams
-        self._state = _DeviceState(self._device, streams)
-        self._calls = calls
-        self._bind()
-        self._changed = threading.Condition(threading.Lock())
-        self._closed = False
-        self._paused = False
-        #: Number of calls that use the device.
-        self._running = 0
-        stores: Sequence[Tensor] | None = None
-        loads: Sequence[Tensor | None] = (None, None)
-        if buffer_bytes:
-            buffers = self._allocate(buffer_bytes)
-            of_loads = min(LOAD_BUFFERS, len(buffers) // 2)
-            stores, loads = buffers[of_loads:], buffers[:of_loads]
+        device = next(iter(calls.values()))[0].caches[0].device
+        self._streams = streams = Streams(device) if streams is None else streams
+        plan, usage = CopyPlan.of(calls), _Usage(device, streams)
+        buffers = _allocate(plan, buffer_bytes, streams) if buffer_bytes else []
+        of_loads = min(LOAD_BUFFERS, len(buffers) // 2)
+        stores = buffers[of_loads:] or None
+        copier = Copier(streams, usage.note, stores, buffers[:of_loads] or (None,) * LOAD_BUFFERS)
+        super().__init__(plan, copier, usage)
         self._room = sys.maxsize if stores is None else len(stores)
-        self._copier = copier = Copier(streams, self._state.note, stores, loads)
+        self._bind(plan)
         # A program may drop its tensors while they are stored: what has been gathered is copied.
         weakref.finalize(self, copier.stop)
 
-    def _bind(self) -> None:
-        """Read where the caches lie now."""
-        self._plan = plan = CopyPlan.of(self._calls)
-        self._tail_plan = functools.lru_cache(TAILS_KEPT)(plan.of_tail)
-        for _, _, runs in plan.groups:
-            for run in runs:
-                ops.prepare(run.caches, cast(PagedLayout, run.call.layout))
-
-    @property
-    def _cache(self) -> DeviceKVCache:
-        return self
+    def _bind(self, plan: CopyPlan) -> None:
+        """Copy from and to where the caches of a plan lie."""
+        plan.prepare()
+        self._plan = plan
+        self._tails = functools.lru_cache(TAILS_KEPT)(plan.of_tail)
 
     @property
     def problem(self) -> str:
         """See :attr:`KVCache.problem`."""
-        return self._state.problem
+        return self._usage.problem
 
     @property
     def room(self) -> int:
         """See :attr:`KVCache.room`."""
         return self._room
-
-    def _allocate(self, nbytes: int) -> list[Tensor]:
-        """Return buffers that take so many bytes, at least two."""
-        plan, shards = self._plan, len(self._plan.sizes)
-        size = shards * max(plan.sizes)
-        most = min(nbytes, self._streams.free_bytes() // _SHARE)
-        count = max(2, min(MOST_BUFFERS, most // size))
-        buffers: list[Tensor] = []
-        try:
-            while len(buffers) < count:
-                buffers.append(plan.allocate(shards))
-        except torch.OutOfMemoryError as error:
-            if len(buffers) < 2:
-                raise ConfigError(
-                    f"{self._device} has no memory for two buffers of {size} bytes: give the"
-                    " engine less memory, or make chunk_size smaller"
-                ) from error
-        if len(buffers) < min(MOST_BUFFERS, max(2, nbytes // size)):
-            logger.warning(
-                "%s has free memory for only %d buffers of %d bytes: if a step computes more chunks"
-                " than that, some are stored later",
-                self._device,
-                len(buffers),
-                size,
-            )
-        return buffers
-
-    def _check(
-        self, plan: CopyPlan, places: range, slots: Tensor, payloads: Sequence[Tensor]
-    ) -> None:
-        tokens, uint8 = plan.tokens, torch.uint8
-        if not (
-            slots.is_cpu
-            and slots.dtype == torch.int64
-            and slots.shape == (tokens,)
-            and slots.is_contiguous()
-        ):
-            raise ValueError(
-                f"slot_mapping is {slots.dtype} {list(slots.shape)} on {slots.device}; expected a"
-                f" contiguous int64 CPU tensor [{tokens}]"
-            )
-        for place, payload in zip(places, payloads, strict=True):
-            if payload.numel() != plan.sizes[place]:
-                raise ValueError(
-                    f"a payload has {payload.numel()} bytes; expected {plan.sizes[place]}"
-                )
-            if payload.dtype is not uint8 or not (payload.is_cpu and payload.is_contiguous()):
-                raise ValueError(
-                    f"a payload is {payload.dtype} on {payload.device} with strides"
-                    f" {list(payload.stride())}; expected contiguous uint8 in host memory"
-                )
-        plan.check_slots(slots)
-
-    def _use(self, work: Callable[..., Result], *arguments: object) -> Result:
-        """Use the device, unless it failed."""
-        if self._state.problem:
-            raise DeviceUnavailableError(self._state.problem)
-        try:
-            return work(*arguments)
-        except RuntimeError as error:
-            if (noted := self._state.note(error)) is error:
-                raise
-            raise noted from error
-
-    def _begin(self) -> bool:
-        """Whether the caches may be used: then they stay so until :meth:`_end`."""
-        with self._changed:
-            usable = not (self._closed or self._paused)
-            self._running += usable
-            return usable
-
-    def _end(self) -> None:
-        with self._changed:
-            self._running -= 1
-            if self._paused:
-                self._changed.notify_all()
-
-    def _gather(
-        self, plan: CopyPlan, slots: Tensor, payloads: Sequence[Tensor]
-    ) -> PendingCopy | None:
-        if len(payloads) != len(plan.sizes):
-            raise ValueError(f"{len(payloads)} payloads for {len(plan.sizes)} shards")
-        self._check(plan, range(len(payloads)), slots, payloads)
-        if not self._begin():
-            return None
-        try:
-            with trace_range("kvshelf gather"):
-                return self._use(self._copier.gather, plan, slots, payloads)
-        finally:
-            self._end()
 
     def fence(self) -> object:
         """See :meth:`~kvshelf.kv.caches.KVCache.fence`. Step thread; never waits."""
@@ -323,59 +255,64 @@ class DeviceKVCache(_DeviceMemory, KVCache):
                 event.record(self._streams.current())
                 return event
 
-        return self._use(recorded)
-
-    def _scatter(
-        self,
-        plan: CopyPlan,
-        places: range,
-        slots: Tensor,
-        payloads: Sequence[Tensor],
-        fence: object,
-    ) -> None:
-        self._check(plan, places, slots, payloads)
-        if not self._begin():
-            raise DeviceUnavailableError(
-                f"the KV caches on {self._device} cannot be used now: the engine sleeps, or has"
-                " released them"
-            )
-        try:
-            with trace_range("kvshelf scatter"):
-                self._use(self._copier.scatter, plan, places, slots, payloads, fence)
-        finally:
-            self._end()
+        return self._usage.call(recorded)
 
     def of_tail(self, tokens: int) -> KVMemory:
         """See :meth:`~kvshelf.kv.caches.KVMemory.of_tail`."""
-        return _Tails(self, self._tail_plan(tokens))
+        return _DeviceMemory(self._tails(tokens), self._copier, self._usage)
 
     # ------------------------------------------------------------- end
 
     def pause(self, deadline: float | None = None) -> None:
         """See :meth:`~kvshelf.kv.caches.KVCache.pause`."""
         deadline = time.monotonic() + _PAUSE_SECONDS if deadline is None else deadline
-        with self._changed:
-            self._paused = True
+        usage = self._usage
+        with usage.changed:
+            usage.is_paused = True
             seconds = max(0.0, deadline - time.monotonic())
-            is_idle = self._changed.wait_for(lambda: not self._running, seconds)
+            is_idle = usage.changed.wait_for(lambda: not usage.calls, seconds)
         if not (self._copier.drain(deadline) and is_idle):
-            self._state.note(DeviceStuckError("copies have not ended in time"))
+            usage.note(DeviceStuckError("copies have not ended in time"))
 
     def resume(self) -> None:
         """See :meth:`~kvshelf.kv.caches.KVCache.resume`."""
-        with self._changed:
-            if not self._paused or self._closed:
+        usage = self._usage
+        with usage.changed:
+            if not usage.is_paused or usage.is_closed:
                 return
-        self._bind()
-        with self._changed:
-            self._paused = False
+        self._bind(CopyPlan.of(self._plan.calls))
+        with usage.changed:
+            usage.is_paused = False
 
     def close(self, deadline: float | None = None) -> None:
         """See :meth:`~kvshelf.kv.caches.KVCache.close`."""
         deadline = time.monotonic() + _CLOSE_SECONDS if deadline is None else deadline
-        with self._changed:
-            if self._closed:
-                return
-            self._closed = True
-        self.pause(deadline)
-        self._copier.close(deadline)
+        with self._usage.changed:
+            was_closed, self._usage.is_closed = self._usage.is_closed, True
+        if not was_closed:
+            self.pause(deadline)
+            self._copier.close(deadline)
+
+
+def _allocate(plan: CopyPlan, nbytes: int, streams: Streams) -> list[Tensor]:
+    """Return device buffers that take so many bytes, at least two."""
+    shards = len(plan.sizes)
+    size = shards * max(plan.sizes)
+    wanted = max(2, min(MOST_BUFFERS, nbytes // size))
+    count = max(2, min(wanted, streams.free_bytes() // _SHARE // size))
+    try:
+        buffers = [plan.allocate(shards) for _ in range(count)]
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"the GPU has no memory for {count} buffers of {size} bytes: give the engine less"
+            " memory, or make chunk_size smaller"
+        ) from error
+    if count < wanted:
+        logger.warning(
+            "the GPU has free memory for only %d of %d buffers of %d bytes: if a step computes more"
+            " chunks, some are stored later",
+            count,
+            wanted,
+            size,
+        )
+    return buffers
