@@ -601,7 +601,7 @@ def test_a_tail_needs_its_own_slots_and_payloads() -> None:
         short = [payload[:-1] for payload in good]
         with pytest.raises(ValueError, match="expected"):
             tails.gather(torch.arange(5), short)
-        with pytest.raises(ValueError, match="bytes; expected"):
+        with pytest.raises(ValueError, match="expected"):
             tails.scatter_chunk(range(2), torch.arange(5), short)
         memory.close()
 

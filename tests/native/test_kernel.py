@@ -11,6 +11,7 @@ import ctypes
 import logging
 import os
 import re
+import resource
 import subprocess
 import sys
 import threading
@@ -24,6 +25,7 @@ import numpy as np
 import pytest
 import torch
 
+from kvshelf.cli import doctor
 from kvshelf.errors import ConfigError
 from kvshelf.kv import ops
 from kvshelf.kv.layout import PagedLayout
@@ -121,7 +123,12 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
     driver = FakeDriver()
     about = SimpleNamespace(major=9, minor=0, multi_processor_count=132)
     monkeypatch.delenv("KVSHELF_OPS", raising=False)
-    monkeypatch.setattr(Kernels, "_load_driver", lambda self: driver)
+    load = kernel._load
+
+    def loaded(libraries: tuple[str, ...], folders: str = "") -> Any:
+        return driver if "libcuda.so.1" in libraries else load(libraries, folders)
+
+    monkeypatch.setattr(kernel, "_load", loaded)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: about)
     monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 40 + index, False)
@@ -163,9 +170,9 @@ def test_kernels_are_compiled_once_for_each_device(
     first, second = (kernel.kernels_of(torch.device("cuda", index)) for index in (0, 1))
     assert first is not None
     assert first is not second
-    assert caplog.messages == [
-        f"gather and scatter on cuda:{index}: cuda, for sm_90" for index in (0, 1)
-    ]
+    for index, line in enumerate(caplog.messages):
+        assert f"on cuda:{index}: cuda, sm_90 by" in line
+        assert "libnvrtc.so.13, driver for CUDA 13.0" in line
 
 
 def no_compiler(patch: pytest.MonkeyPatch, driver: FakeDriver) -> None:
@@ -218,6 +225,23 @@ def test_without_kernels_torch_serves_and_one_warning_says_why(
     monkeypatch.setenv("KVSHELF_OPS", "cuda")
     with pytest.raises(ConfigError, match=f"cannot be used on cuda:0: .*{reason}"):
         kernel.prepare(GPU)
+
+
+@pytest.mark.parametrize("has_kernel", [True, False])
+def test_doctor_says_what_copies_on_a_gpu(
+    driver: FakeDriver, monkeypatch: pytest.MonkeyPatch, has_kernel: bool
+) -> None:
+    assert list(doctor._gpu()) == []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (8 << 20, 8 << 20))
+    if not has_kernel:
+        driver.version = 12000
+    kernels, memory = doctor._gpu()
+    expected = "kvshelf's kernel, sm_90 by .*libnvrtc.so.13, driver for CUDA 13.0"
+    if not has_kernel:
+        expected = "torch, not kvshelf's kernel: the driver is for CUDA 12.0"
+    assert re.match(expected, kernels.found)
+    assert memory.found == "8192 KiB (ulimit -l)"
 
 
 def test_ops_torch_compiles_nothing(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:

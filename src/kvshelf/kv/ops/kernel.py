@@ -15,6 +15,7 @@ Contracts
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib.util
 import logging
@@ -22,7 +23,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, Final, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -70,32 +71,34 @@ class Names:
     compilers, drivers : tuple of str
         Libraries, the first one first.
     folders : str
-        Pattern of the folders of Python packages in which compilers lie.
-    rtc, code : str
-        Prefix of the compiler's functions, and its name for machine code.
-    driver : str
-        Prefix of the driver's functions.
-    launch, error : str
+        Pattern of the folders, below those of Python packages, in which compilers lie.
+    rtc, driver : str
+        Prefixes of the functions of the compiler and of the driver.
+    code, target, launch, error : str
+        The compiler's name for machine code and its option for the device; the driver's functions
+        that launch a kernel and explain an error.
     """
 
     compilers: tuple[str, ...]
     drivers: tuple[str, ...]
     folders: str
     rtc: str
-    code: str
     driver: str
+    code: str
+    target: str
     launch: str
     error: str
 
 
 NVIDIA: Final = Names(
-    *(("libnvrtc.so.13", "libnvrtc.so.12"), ("libcuda.so.1",), "nvidia/*/lib"),
-    *("nvrtc", "CUBIN", "cu", "cuLaunchKernel", "cuGetErrorString"),
+    *(("libnvrtc.so.13", "libnvrtc.so.12"), ("libcuda.so.1",), "nvidia/*/lib", "nvrtc", "cu"),
+    *("CUBIN", "--gpu-architecture=", "LaunchKernel", "GetErrorString"),
 )
 AMD: Final = Names(
     ("libhiprtc.so.7", "libhiprtc.so.6", "libhiprtc.so"),
     ("libamdhip64.so.7", "libamdhip64.so.6", "libamdhip64.so"),
-    *("torch/lib", "hiprtc", "Code", "hip", "hipModuleLaunchKernel", "hipDrvGetErrorString"),
+    *("torch/lib", "hiprtc", "hip"),
+    *("Code", "--offload-arch=", "ModuleLaunchKernel", "DrvGetErrorString"),
 )
 
 
@@ -107,8 +110,21 @@ def names() -> Names:
 # ------------------------------------------------------------------------- compilation
 
 
-def find_compiler() -> ctypes.CDLL:
-    """Return the compiler's library: a loaded one, the system's, or that of a Python package.
+def _load(libraries: Sequence[str], folders: str = "") -> ctypes.CDLL:
+    """Return a library that is loaded, or that the system has, or a package of Python."""
+    paths = list(libraries)
+    package, _, below = folders.partition("/")
+    spec = importlib.util.find_spec(package) if package else None
+    for folder in (spec and spec.submodule_search_locations) or ():
+        paths += [str(path) for name in libraries for path in Path(folder).glob(f"{below}/{name}")]
+    for path in paths:
+        with contextlib.suppress(OSError):
+            return ctypes.CDLL(path)
+    raise RuntimeError(f"{libraries[0]} was not found, nor an older one")
+
+
+def compiler() -> ctypes.CDLL:
+    """Return the library of the compiler.
 
     Raises
     ------
@@ -116,19 +132,9 @@ def find_compiler() -> ctypes.CDLL:
         If there is none.
     """
     of = names()
-    paths = list(of.compilers)
-    package, _, below = of.folders.partition("/")
-    spec = importlib.util.find_spec(package)
-    for folder in spec.submodule_search_locations or () if spec else ():
-        paths += [
-            str(path) for name in of.compilers for path in Path(folder).glob(f"{below}/{name}")
-        ]
-    for path in paths:
-        try:
-            return ctypes.CDLL(path)
-        except OSError:
-            continue
-    raise RuntimeError(f"{of.compilers[0]} was not found, nor an older one, nor in {of.folders}")
+    # That of torch's own CUDA first: its code is for the drivers that torch runs with.
+    major = f".{str(torch.version.cuda).partition('.')[0]}"
+    return _load(sorted(of.compilers, key=lambda name: not name.endswith(major)), of.folders)
 
 
 def compile_source(architecture: str, *options: str) -> tuple[bytes, str]:
@@ -139,31 +145,30 @@ def compile_source(architecture: str, *options: str) -> tuple[bytes, str]:
     RuntimeError
         If there is no compiler, or it refuses; says why.
     """
-    of, library = names(), find_compiler()
+    of, library = names(), compiler()
     program, size = ctypes.c_void_p(), ctypes.c_size_t()
 
     def call(name: str, *arguments: Any) -> int:
         return int(getattr(library, of.rtc + name)(*arguments))
 
+    def read(name: str) -> bytes:
+        failed = call(f"Get{name}Size", program, ctypes.byref(size))
+        content = ctypes.create_string_buffer(size.value)
+        if failed or call(f"Get{name}", program, content):
+            raise RuntimeError(f"{of.rtc} has no {name} for {architecture}")
+        return content.raw
+
     source, pointer = SOURCE.read_bytes(), ctypes.byref(program)
     if call("CreateProgram", pointer, source, SOURCE.name.encode(), 0, None, None):
         raise RuntimeError(f"{of.rtc} takes no program")
-    target = "--offload-arch=" if of is AMD else "--gpu-architecture="
-    given = [text.encode() for text in (target + architecture, "--std=c++17", *options)]
+    given = [text.encode() for text in (of.target + architecture, "--std=c++17", *options)]
     try:
         failed = call("CompileProgram", program, len(given), (ctypes.c_char_p * len(given))(*given))
-        call("GetProgramLogSize", program, ctypes.byref(size))
-        log = ctypes.create_string_buffer(size.value + 1)
-        call("GetProgramLog", program, log)
-        text = log.value.decode(errors="replace").strip()
+        log = read("ProgramLog").decode(errors="replace").rstrip("\0").strip()
         if failed:
-            first = " ".join(text.splitlines()[:3])
-            raise RuntimeError(f"{of.rtc} cannot compile for {architecture}: {first or failed}")
-        if call(f"Get{of.code}Size", program, ctypes.byref(size)):
-            raise RuntimeError(f"{of.rtc} has no machine code for {architecture}")
-        image = ctypes.create_string_buffer(size.value)
-        call(f"Get{of.code}", program, image)
-        return image.raw, text
+            first = " ".join(log.splitlines()[:3]) or f"error {failed}"
+            raise RuntimeError(f"{of.rtc} cannot compile for {architecture}: {first}")
+        return read(of.code), log
     finally:
         call("DestroyProgram", pointer)
 
@@ -181,6 +186,8 @@ class Kernels:
     architecture : str
     processors : int
         Multiprocessors of the device.
+    origin : str
+        What compiled and loaded them, for messages.
 
     Raises
     ------
@@ -190,70 +197,59 @@ class Kernels:
 
     def __init__(self, index: int) -> None:
         self._index, self._names = index, names()
+        self._driver = _load(self._names.drivers)
         about = torch.cuda.get_device_properties(index)
         self.processors = int(about.multi_processor_count)
-        self._driver = self._load_driver()
+        self._context: ctypes.c_void_p | None = None
+        self._driver_text = ""
         if self._names is AMD:
             self.architecture = str(about.gcnArchName).partition(":")[0]
         else:
             self.architecture = f"sm_{about.major}{about.minor}"
             self._check_nvidia((about.major, about.minor))
-        self._context: ctypes.c_void_p | None = None
         image, _ = compile_source(self.architecture)
+        self.origin = f"{self.architecture} by {compiler()._name}{self._driver_text}"
         self._functions: dict[str, ctypes.c_void_p] = {}
-        with torch.cuda.device(index):
-            self._enter()
-            try:
-                module = ctypes.c_void_p()
-                self._call("ModuleLoadData", ctypes.byref(module), image)
-                for name in (f"{do}_{width}" for do in ("gather", "scatter") for width in WIDTHS):
-                    function = self._functions[name] = ctypes.c_void_p()
-                    self._call("ModuleGetFunction", ctypes.byref(function), module, name.encode())
-            finally:
-                self._leave()
-
-    def _load_driver(self) -> ctypes.CDLL:
-        for path in self._names.drivers:
-            try:
-                return ctypes.CDLL(path)
-            except OSError:
-                continue
-        raise RuntimeError(f"the driver's library {self._names.drivers[0]} was not found")
+        with self._current():
+            module = ctypes.c_void_p()
+            self._call("ModuleLoadData", ctypes.byref(module), image)
+            for name in (f"{do}_{width}" for do in ("gather", "scatter") for width in WIDTHS):
+                function = self._functions[name] = ctypes.c_void_p()
+                self._call("ModuleGetFunction", ctypes.byref(function), module, name.encode())
 
     def _check_nvidia(self, capability: tuple[int, int]) -> None:
-        """Refuse devices and drivers that take no arguments of 13 KB."""
+        """Refuse what takes no arguments of 13 KB, and make torch's context known."""
         if capability < _OLDEST_CAPABILITY:
             raise RuntimeError(f"{self.architecture} is older than sm_70, the oldest that serves")
-        version = ctypes.c_int()
+        version, device, context = ctypes.c_int(), ctypes.c_int(), ctypes.c_void_p()
         self._call("DriverGetVersion", ctypes.byref(version))
+        found = f"CUDA {version.value // 1000}.{version.value % 1000 // 10}"
         if version.value < _OLDEST_DRIVER:
-            found = f"{version.value // 1000}.{version.value % 1000 // 10}"
-            raise RuntimeError(f"the driver is for CUDA {found}; 12.1 (driver 530) is needed")
+            raise RuntimeError(f"the driver is for {found}; 12.1 (driver 530) is needed")
+        self._driver_text = f", driver for {found}"
+        self._call("DeviceGet", ctypes.byref(device), self._index)
+        self._call("DevicePrimaryCtxRetain", ctypes.byref(context), device)
+        self._context = context
 
     def _call(self, name: str, *arguments: Any) -> None:
         code = int(getattr(self._driver, self._names.driver + name)(*arguments))
         if code:
-            self._raise(name, code)
+            text = ctypes.c_char_p()
+            explain = getattr(self._driver, self._names.driver + self._names.error)
+            explain(code, ctypes.byref(text))
+            raise RuntimeError(f"{name} failed with error {code}: {(text.value or b'').decode()}")
 
-    def _raise(self, name: str, code: int) -> None:
-        text = ctypes.c_char_p()
-        getattr(self._driver, self._names.error)(code, ctypes.byref(text))
-        raise RuntimeError(f"{name} failed with error {code}: {(text.value or b'').decode()}")
-
-    def _enter(self) -> None:
-        """Make torch's context current: a thread that is new has none."""
-        if self._names is AMD:
-            return  # HIP has contexts by name alone: the current device suffices
-        if self._context is None:
-            device, context = ctypes.c_int(), ctypes.c_void_p()
-            self._call("DeviceGet", ctypes.byref(device), self._index)
-            self._call("DevicePrimaryCtxRetain", ctypes.byref(context), device)
-            self._context = context
-        self._call("CtxPushCurrent_v2", self._context)
-
-    def _leave(self) -> None:
-        if self._names is not AMD:
-            self._call("CtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
+    @contextlib.contextmanager
+    def _current(self) -> Iterator[None]:
+        """Make torch's context current: a thread that is new has none. HIP needs none."""
+        with torch.cuda.device(self._index):
+            if self._context is not None:
+                self._call("CtxPushCurrent_v2", self._context)
+            try:
+                yield
+            finally:
+                if self._context is not None:
+                    self._call("CtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
 
     def launch(
         self, name: str, arguments: np.ndarray, grid: Sequence[int], block: Sequence[int]
@@ -265,18 +261,11 @@ class Kernels:
         RuntimeError
             If the device fails.
         """
-        stream = cast(Any, torch._C)._cuda_getCurrentRawStream(self._index)
+        stream = ctypes.c_void_p(cast(Any, torch._C)._cuda_getCurrentRawStream(self._index))
         pointers = (ctypes.c_void_p * 1)(arguments.ctypes.data)
-        run = getattr(self._driver, self._names.launch)
-        with torch.cuda.device(self._index):
-            self._enter()
-            try:
-                where = ctypes.c_void_p(stream)
-                code = int(run(self._functions[name], *grid, *block, 0, where, pointers, None))
-            finally:
-                self._leave()
-        if code:
-            self._raise(name, code)
+        function = self._functions[name]
+        with self._current():
+            self._call(self._names.launch, function, *grid, *block, 0, stream, pointers, None)
 
 
 @dataclass(eq=False)
@@ -300,8 +289,7 @@ class _Compilation:
             )
         else:
             self.problem = ""
-            architecture = self.kernels.architecture
-            logger.info("gather and scatter on cuda:%d: cuda, for %s", index, architecture)
+            logger.info("gather and scatter on cuda:%d: cuda, %s", index, self.kernels.origin)
         finally:
             self.ended.set()
 
@@ -373,6 +361,30 @@ def kernel_problem(device: torch.device | str = "cuda", *, seconds: float = 0.0)
         return "nothing has been copied there yet"
     compilation.ended.wait(seconds)
     return compilation.problem
+
+
+class Served(NamedTuple):
+    """What copies on a GPU: the kernel's origin, or why there is none."""
+
+    origin: str
+    problem: str
+
+
+def first_gpu() -> Served | None:
+    """Compile the kernel for the first GPU, and say what serves it; None without one.
+
+    Raises
+    ------
+    ConfigError
+        As for :func:`prepare`.
+    """
+    if not torch.cuda.is_available():
+        return None
+    device = torch.device("cuda", 0)
+    prepare(device)
+    problem = kernel_problem(device, seconds=60)
+    kernels = kernels_of(device)
+    return Served("" if kernels is None else kernels.origin, problem)
 
 
 # ------------------------------------------------------------------------- launches
