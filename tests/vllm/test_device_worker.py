@@ -34,7 +34,7 @@ from tests.native.emulation import emulated
 from tests.server.node import LocalServer
 from tests.sim.device import SimulatedEvent
 from tests.sim.engine import DRAFTING, EngineModel, Start
-from tests.sim.engine_caches import PLAIN, PagedCaches, transfer_config, vllm_config
+from tests.sim.engine_caches import PLAIN, PagedCaches, guesser, transfer_config, vllm_config
 from tests.sim.storage import FaultyStorage, posix
 from tests.support.prompts import prompt
 from tests.support.waiting import PATIENCE, until
@@ -377,17 +377,17 @@ def test_load_does_not_wait_for_the_forward_pass_of_its_step(
     device, loads = engine.device, engine.worker.side.loads
     assert device is not None
     gate, begin = SimulatedEvent(device), loads.start
-    gate.recorded = 1
 
     def begin_behind_the_forward_pass() -> None:
         if loads._planned:
+            gate.recorded = 1
             device.engine.wait_event(gate)
         begin()
 
     monkeypatch.setattr(loads, "start", begin_behind_the_forward_pass)
     engine.add("late", prompt(41))
     try:
-        while not loads._ops:
+        while not gate.recorded:
             engine.step()
         until(lambda: engine.worker.counted["loaded_chunks"] > 0)
     finally:
@@ -402,7 +402,7 @@ def test_load_does_not_wait_for_the_forward_pass_of_its_step(
 def test_load_beside_drafts_waits_for_the_forward_pass_of_its_step(
     start: Start, monkeypatch: pytest.MonkeyPatch, runner: str, waits: bool
 ) -> None:
-    engine = start(runner=runner)
+    engine = start(runner=runner, drafter=guesser(2) if waits else None)
     run(engine, prompt(41))
     loads, fences = engine.worker.side.loads, []
     begin = loads.start
