@@ -8,7 +8,6 @@
 #
 #   PYTHON        the Python to build .venv with; default: the first of 3.11 to 3.13 that works
 #   TORCH_INDEX   where CPU builds of torch are, for when your own package index has none
-#   KVSHELF_CUDA  ON: build the kernels for GPUs, which needs nvcc
 #   GPU_PYTHON    a Python with torch for the GPU of this machine, for `make gpu`
 #   PYTEST_ARGS   further arguments for pytest, as in PYTEST_ARGS="-k shelf -x"
 #   BENCH_ARGS    arguments of the benchmarks, as in BENCH_ARGS="load --json load.json"

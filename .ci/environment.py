@@ -8,7 +8,7 @@ with ``--torch-index`` is asked as well.
 
 The packages are installed again only when their lists change, and kvshelf itself, editable, when
 what it is built from changes: ``cuda/``, ``pyproject.toml``, the version. Other runs need no
-network and take a moment. The native library is built without CUDA, unless ``KVSHELF_CUDA=ON``.
+network and take a moment.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ SOURCES = ("pyproject.toml", "src/kvshelf/__init__.py", "cuda")
 
 def digest_of(folder: Path, *names: str) -> str:
     """Return a digest of files and folders of the repository, of this Python and of `folder`."""
-    found = hashlib.sha256(f"{sys.version} {folder} {os.environ.get('KVSHELF_CUDA')}".encode())
+    found = hashlib.sha256(f"{sys.version} {folder}".encode())
     for path in sorted(path for name in names for path in (ROOT / name, *(ROOT / name).rglob("*"))):
         found.update(path.read_bytes() if path.is_file() else b"")
     return found.hexdigest()
@@ -96,9 +96,8 @@ def install(python: Path, torch_index: str) -> None:
 
 def install_kvshelf(python: Path) -> None:
     """Build kvshelf and install it, editable."""
-    cuda = f"cmake.define.KVSHELF_CUDA={os.environ.get('KVSHELF_CUDA', 'OFF')}"
     pip = (python, "-m", "pip", "--disable-pip-version-check", "install", "-q", "--no-index")
-    alone = ("--no-deps", "--no-build-isolation", f"--config-settings={cuda}")
+    alone = ("--no-deps", "--no-build-isolation")
     run("kvshelf itself", *pip, *alone, "--editable", ROOT)
 
 

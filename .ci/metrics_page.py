@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kvshelf.metrics import COUNTERS, FAMILIES, GAUGES, METRIC_PREFIX, OPERATIONS, TIMES
+from kvshelf.metrics import COPIERS, COUNTERS, FAMILIES, GAUGES, METRIC_PREFIX, OPERATIONS, TIMES
 from kvshelf.server import health, service
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "metrics.md"
@@ -29,7 +29,10 @@ def render() -> str:
     rows[METRIC_PREFIX + TIMES] = f"histogram of seconds. Label `operation`: {operations}"
     counters = {name: text for name, text in COUNTERS.items() if name not in grouped}
     rows |= {f"{METRIC_PREFIX}{name}_total": text for name, text in counters.items()}
-    rows |= {METRIC_PREFIX + name: text for name, (text, _) in GAUGES.items()}
+    copiers = dict(COPIERS.values())
+    rows |= {METRIC_PREFIX + n: text for n, (text, _) in GAUGES.items() if n not in copiers}
+    texts = "; ".join(f"`{copier}`: {text}" for copier, (_, text) in COPIERS.items())
+    rows[f"{METRIC_PREFIX}copier"] = f"label `copier`: {texts}"
     server = {f"{name}_total": text for name, text in {**service.COUNTERS, **health.LOOP}.items()}
     server |= dict(service.GAUGES)
     shared = [f"{name}_total" for name in health.OF_THE_SHELF]

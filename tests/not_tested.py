@@ -15,7 +15,6 @@ MISSING = (
     (r"kubectl", "manifests, as kustomize makes them", "install kubectl"),
     (r"systemd-analyze", "units, by systemd", "apt install systemd"),
     (r"GPU", "copies on a GPU", "make gpu, on a machine with an NVIDIA GPU"),
-    (r"CUDA compiler|nvcc|cuobjdump", "builds for GPUs", "install the CUDA toolkit"),
     (r"C\+\+ compiler|cmake", "builds of the native library", "apt install g++ cmake"),
     (r"vLLM refuses it", "kernels of other processors", "nothing: recordings of them were tested"),
     (r"prometheus is not|promtool", "dashboard and alerts", "apt install prometheus"),

@@ -1,7 +1,8 @@
 // The CPU functions for kvshelf.kv.ops: gather and scatter with plain addresses, exported through
 // the stable C ABI of apache-tvm-ffi, which releases the GIL around each call. No torch.
-
-#include "kvshelf/binding.h"
+//
+// The caller has checked everything but the slots' values: addresses are valid for the whole call,
+// strides stay inside the caches, the buffers have exactly the size that the counts say.
 
 #include <tvm/ffi/function.h>
 
@@ -13,7 +14,33 @@
 
 namespace {
 
-using kvshelf::at;
+template <typename T>
+T* at(int64_t address) {
+  return reinterpret_cast<T*>(static_cast<uintptr_t>(address));
+}
+
+// The index described by integers: the fields of PagedIndex in order of declaration, up to
+// shard_stride.
+kvshelf::PagedIndex index_at(int64_t address) {
+  const int64_t* const fields = at<const int64_t>(address);
+  kvshelf::PagedIndex index{};
+  index.num_blocks = fields[0];
+  index.block_size = fields[1];
+  index.block_stride = fields[2];
+  index.token_stride = fields[3];
+  index.kv_stride = fields[4];
+  index.head_stride = fields[5];
+  index.first_head = fields[6];
+  index.layers = fields[7];
+  index.tokens = fields[8];
+  index.shards = fields[9];
+  index.heads = fields[10];
+  index.kv_planes = fields[11];
+  index.row_bytes = fields[12];
+  index.shard_stride = fields[13];
+  kvshelf::set_buffer_strides(index);
+  return index;
+}
 
 // Increased whenever the arguments of an exported function change, so that kvshelf.kv.ops never
 // calls a library of another version; kvshelf.kv.ops.library has the same number.
@@ -25,12 +52,12 @@ int64_t version() { return kLibraryVersion; }
 // one slot for each token; buffers: address of the first buffer. Returns -1, or the position of the
 // first bad slot when nothing has been copied.
 int64_t gather(int64_t index, int64_t caches, int64_t slots, int64_t buffers) {
-  return kvshelf::gather_cpu(kvshelf::index_at(index), at<const int64_t>(caches),
+  return kvshelf::gather_cpu(index_at(index), at<const int64_t>(caches),
                              at<const int64_t>(slots), at<unsigned char>(buffers));
 }
 
 int64_t scatter(int64_t index, int64_t caches, int64_t slots, int64_t buffers) {
-  return kvshelf::scatter_cpu(kvshelf::index_at(index), at<const int64_t>(caches),
+  return kvshelf::scatter_cpu(index_at(index), at<const int64_t>(caches),
                               at<const int64_t>(slots), at<const unsigned char>(buffers));
 }
 

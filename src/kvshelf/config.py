@@ -65,8 +65,7 @@ PROCESS_VARIABLES: Final[Mapping[str, str]] = types.MappingProxyType(
         "KVSHELF_CONFIG": "Path of a YAML file with options.",
         "KVSHELF_OPS": (
             "Implementation of gather and scatter: `auto` (default), `cpp` (an error if the native "
-            "library is missing), `cuda` (also an error if its kernels cannot run on the GPU), "
-            "`triton` (an error if Triton cannot run on the GPU) or `torch`."
+            "library is missing), `cuda` (an error if the kernel cannot run on the GPU) or `torch`."
         ),
         "KVSHELF_CACHE_DIR": (
             "Folder for the files that kvshelf keeps for one user on one machine: cached weight "

@@ -12,6 +12,7 @@ __all__ = [
     "BadObjectError",
     "BoundReachedError",
     "ConfigError",
+    "DeviceStuckError",
     "DeviceUnavailableError",
     "KVShelfError",
     "NoSpaceStorageError",
@@ -45,6 +46,10 @@ class UnsupportedError(KVShelfError, NotImplementedError):
 
 class DeviceUnavailableError(KVShelfError, RuntimeError):
     """KV caches on a device cannot be used: it failed, or the engine sleeps or released them."""
+
+
+class DeviceStuckError(DeviceUnavailableError):
+    """A device did not answer in time: it may still read and write the memory that it was given."""
 
 
 class ObjectNameError(KVShelfError, ValueError):

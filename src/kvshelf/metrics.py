@@ -183,6 +183,14 @@ TIME_BOUNDS: tuple[float, ...] = (
     *(1.0, 2.5, 5.0, 10.0, 30.0),
 )
 
+#: What copies KV between caches and memory: the gauge of each, and its meaning. A monitoring system
+#: sees one metric, ``copier``, with the label ``copier``.
+COPIERS: Mapping[str, tuple[str, str]] = {
+    "cuda": ("copier_cuda", "processes whose KV kvshelf's kernel for GPUs copies"),
+    "cpp": ("copier_cpp", "processes whose KV the compiled library copies, on CPUs"),
+    "torch": ("copier_torch", "processes whose KV torch's index operations copy"),
+}
+
 #: Every gauge: its meaning, and how the values of an engine's processes become one.
 GAUGES: Mapping[str, tuple[str, Literal["sum", "max"]]] = {
     "staging_used_bytes": (
@@ -216,6 +224,7 @@ GAUGES: Mapping[str, tuple[str, Literal["sum", "max"]]] = {
         "sum",
     ),
     "disk_tier_used_bytes": ("bytes of all objects in the disk tier", "max"),
+    **{name: (meaning, "sum") for name, meaning in COPIERS.values()},
     "pending_late_calls": ("storage calls past their deadline that have not returned", "sum"),
 }
 

@@ -7,12 +7,9 @@ from __future__ import annotations
 
 from kvshelf.kv.ops import (
     Implementation,
-    KernelBuild,
-    blocks_in_one_piece,
     check_slots,
     gather_kv,
     implementation,
-    kernel_build,
     kernel_problem,
     prepare,
     scatter_kv,
@@ -20,12 +17,9 @@ from kvshelf.kv.ops import (
 
 __all__ = [
     "Implementation",
-    "KernelBuild",
-    "blocks_in_one_piece",
     "check_slots",
     "gather_kv",
     "implementation",
-    "kernel_build",
     "kernel_problem",
     "prepare",
     "scatter_kv",

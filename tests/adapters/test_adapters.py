@@ -26,7 +26,7 @@ from kvshelf.format.namespace import Namespace
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.kv import sources
 from kvshelf.kv.caches import DONE, HostKVCache, PendingCopy
-from kvshelf.kv.device_tensors import DeviceTensors
+from kvshelf.kv.device import DeviceKVCache
 from kvshelf.kv.layout import PagedLayout
 from kvshelf.kv.topology import ShardPlan, Topology
 from kvshelf.server.client import (
@@ -36,8 +36,8 @@ from kvshelf.server.client import (
     striding_block_hashes,
 )
 from tests.adapters.standin import ScriptedChannel
-from tests.native.fake_cudart import fake_cudart
-from tests.native.simulated_device import SimulatedStreams
+from tests.sim.device import SimulatedStreams
+from tests.support.fake_cudart import fake_cudart
 from tests.support.prompts import any_identity, prompt
 from tests.support.waiting import until
 
@@ -665,7 +665,9 @@ def streams() -> Iterator[SimulatedStreams]:
     """All caches lie on a simulated device."""
     streams = SimulatedStreams()
     with (
-        mock.patch.object(sources, "HostKVCache", lambda calls: DeviceTensors(calls, streams)),
+        mock.patch.object(
+            sources, "HostKVCache", lambda calls: DeviceKVCache(calls, streams=streams)
+        ),
         closing(streams),
     ):
         yield streams

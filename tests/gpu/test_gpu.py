@@ -21,10 +21,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvshelf import ChunkCache, Config, ModelFacts, PagedLayout, ops
+from kvshelf import PagedLayout, ops
 from kvshelf.errors import DeviceUnavailableError
 from kvshelf.kv.caches import LayerCall
 from kvshelf.kv.device import DeviceKVCache
+from kvshelf.kv.ops import kernel
 from kvshelf.memory import arena
 from kvshelf.memory.chunk_memory import ChunkMemory
 from tests.support.paged import DTYPES, FORMS, Paged, make_paged
@@ -55,12 +56,12 @@ def pages_of(form: str, dtype: torch.dtype = torch.bfloat16, **options: object) 
     return make_paged(form, dtype, DEVICE, **(sizes | options))  # type: ignore[arg-type]
 
 
-def slots_of(pages: Paged, chunks: int, tokens: int, seed: int = 0, skip: float = 0.15) -> Tensor:
-    """Return int64 CPU [chunks, tokens], all different; a part `skip` of them is −1."""
+def slots_of(pages: Paged, tokens: int, seed: int = 0, skip: float = 0.15) -> Tensor:
+    """Return int64 CPU [tokens], all different; a part `skip` of them is −1."""
     generator = torch.Generator().manual_seed(seed)
-    order = torch.randperm(pages.layout.num_slots, generator=generator)[: chunks * tokens]
+    order = torch.randperm(pages.layout.num_slots, generator=generator)[:tokens]
     order[torch.rand(order.shape, generator=generator) < skip] = -1
-    return order.view(chunks, tokens)
+    return order
 
 
 def fall_behind() -> None:
@@ -78,15 +79,17 @@ def check(
 ) -> None:
     """Gather, scatter other bytes, and compare everything with the reference."""
     heads = (pages.layout.heads - first) // shards
-    chunks, tokens = slots.shape
+    tokens = len(slots)
     size = len(pages.caches) * pages.layout.chunk_bytes(tokens, heads)
     memory = torch.full(
-        (lead + chunks * shards * (size + gap) + 64,), POISON, dtype=torch.uint8, device=DEVICE
+        (lead + shards * (size + gap) + 64,), POISON, dtype=torch.uint8, device=DEVICE
     )
-    strides = (shards * (size + gap), size + gap, 1)
-    buffers = memory.as_strided((chunks, shards, size), strides, lead)
+    strides = (size + gap, 1)
+    buffers = memory.as_strided((shards, size), strides, lead)
     want = memory.clone()
-    want.as_strided(buffers.shape, strides, lead).copy_(pages.gathered(slots, first, heads, shards))
+    want.as_strided(buffers.shape, strides, lead).copy_(
+        pages.gathered(slots.view(1, -1), first, heads, shards)[0]
+    )
     before = [part.clone() for part in pages.memory]
     fall_behind()
     memory.fill_(POISON)
@@ -96,7 +99,10 @@ def check(
         same(part, old)
 
     incoming = torch.randint(0, 256, buffers.shape, dtype=torch.uint8, device=DEVICE)
-    target, after = pages.clone(), pages.scattered(slots, incoming, first, heads)
+    target, after = (
+        pages.clone(),
+        pages.scattered(slots.view(1, -1), incoming.unsqueeze(0), first, heads),
+    )
     fall_behind()
     buffers.copy_(incoming)
     ops.scatter_kv(target.caches, slots, buffers, pages.layout, first, heads)
@@ -104,8 +110,11 @@ def check(
         same(part, new)
 
 
-def test_the_kernels_serve() -> None:
-    assert ops.implementation(DEVICE) == "cuda", ops.kernel_problem(DEVICE)
+@pytest.fixture(scope="module", autouse=True)
+def compiled() -> None:
+    kernel.prepare(DEVICE)
+    assert not ops.kernel_problem(DEVICE, seconds=60)
+    assert ops.implementation(DEVICE) == "cuda"
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -113,34 +122,34 @@ def test_the_kernels_serve() -> None:
 def test_each_layout_dtype_and_alignment(form: str, dtype: torch.dtype) -> None:
     for options in ALIGNMENTS.values():
         pages = pages_of(form, dtype, **options)
-        check(pages, slots_of(pages, 1, min(48, pages.layout.num_slots) // 2), lead=16)
+        check(pages, slots_of(pages, min(48, pages.layout.num_slots) // 2), lead=16)
     for lead in (1, 2, 4, 8):
-        check(pages_of(form, dtype), slots_of(pages_of(form, dtype), 1, 5), lead=lead)
+        check(pages_of(form, dtype), slots_of(pages_of(form, dtype), 5), lead=lead)
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_chunks_shards_and_heads(form: str) -> None:
+def test_shards_and_heads(form: str) -> None:
     pages = pages_of(form, blocks=13)
     heads = pages.layout.heads
     tokens = 4 if form == "native" else 60
-    for chunks, shards, gap in itertools.product((1, 3), {1, 2, 4, heads}, (0, 16, 5)):
+    for shards, gap in itertools.product({1, 2, 4, heads}, (0, 16, 5)):
         if heads % shards == 0:
-            check(pages, slots_of(pages, chunks, tokens, seed=chunks), shards, gap=gap)
+            check(pages, slots_of(pages, tokens), shards, gap=gap)
     for first in range(heads):
-        check(pages, slots_of(pages, 1, 3, seed=first), first=first)
+        check(pages, slots_of(pages, 3, seed=first), first=first)
 
 
 def test_more_layers_than_one_launch_takes() -> None:
     pages = pages_of("mla", torch.uint8, layers=300, blocks=2, head_size=8)
-    check(pages, slots_of(pages, 2, 7))
+    check(pages, slots_of(pages, 7))
 
 
 def test_slots_outside_the_cache_are_refused() -> None:
     pages = pages_of("bhnc-nhd")
-    out = torch.zeros(2, 3 * pages.layout.chunk_bytes(20), dtype=torch.uint8, device=DEVICE)
+    out = torch.zeros(3 * pages.layout.chunk_bytes(20), dtype=torch.uint8, device=DEVICE)
     for bad in (pages.layout.num_slots, -2, 2**31, 2**63 - 1, -(2**63)):
-        slots = slots_of(pages, 2, 20)
-        slots[1, 7] = bad
+        slots = slots_of(pages, 20)
+        slots[7] = bad
         for operate in (ops.gather_kv, ops.scatter_kv):
             with pytest.raises(ValueError, match="slot"):
                 operate(pages.caches, slots, out, pages.layout)
@@ -152,21 +161,20 @@ def test_offsets_beyond_4_gib() -> None:
         pytest.skip("a GPU with 8 GiB of free memory is needed")
     cache = torch.full((300_000, 16, 1024), POISON, dtype=torch.uint8, device=DEVICE)
     edge = 2**32 // 1024
-    slots = torch.tensor([[300_000 * 16 - 1, edge, edge - 1, 5]])
-    known = torch.randint(0, 256, (1, 4 * 1024), dtype=torch.uint8, device=DEVICE)
+    slots = torch.tensor([300_000 * 16 - 1, edge, edge - 1, 5])
+    known = torch.randint(0, 256, (4 * 1024,), dtype=torch.uint8, device=DEVICE)
     layout, out = PagedLayout.from_mla(cache), torch.empty_like(known)
     ops.scatter_kv([cache], slots, known, layout)
-    same(cache.view(-1, 1024)[slots[0].to(DEVICE)], known.view(4, 1024))
+    same(cache.view(-1, 1024)[slots.to(DEVICE)], known.view(4, 1024))
     ops.gather_kv([cache], slots, out, layout)
     same(out, known)
 
 
 def test_captured_graphs_hold_their_slots() -> None:
     pages = pages_of("bhnc-nhd", layers=140)
-    slots = slots_of(pages, 2, 20)
+    slots = slots_of(pages, 20)
     given = slots.clone()
-    out = torch.zeros(2, 1, 140 * pages.layout.chunk_bytes(20), dtype=torch.uint8, device=DEVICE)
-    ops.prepare(pages.caches, pages.layout)
+    out = torch.zeros(140 * pages.layout.chunk_bytes(20), dtype=torch.uint8, device=DEVICE)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         ops.gather_kv(pages.caches, given, out, pages.layout)
@@ -175,7 +183,7 @@ def test_captured_graphs_hold_their_slots() -> None:
         for part in pages.memory:
             part.random_(0, 256)
         graph.replay()
-        same(out, pages.gathered(slots, 0, pages.layout.heads))
+        same(out, pages.gathered(slots.view(1, -1), 0, pages.layout.heads).view(-1))
 
 
 def test_threads_with_streams_of_their_own() -> None:
@@ -183,7 +191,7 @@ def test_threads_with_streams_of_their_own() -> None:
         with torch.cuda.stream(torch.cuda.Stream(DEVICE)):
             pages = pages_of("bhnc-hnd", torch.float16, seed=seed)
             for round_ in range(10):
-                check(pages, slots_of(pages, 2, 30, seed=round_))
+                check(pages, slots_of(pages, 30, seed=round_))
 
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(work, range(4)))
@@ -208,7 +216,7 @@ class Rig:
             for shard in range(SHARDS)
         }
         self.memory = ChunkMemory(16 << 20, device=DEVICE)
-        self.path = DeviceKVCache(calls, pinned=self.memory.is_page_locked)
+        self.path = DeviceKVCache(calls, buffer_bytes=64 << 20)
         self.payloads = list(self.memory.tensor[: SHARDS * size].split(size))
 
     def expected(self, slots: Tensor, pages: Paged | None = None) -> Tensor:
@@ -244,7 +252,7 @@ def rig(form: str = "bhnc-nhd", **options: object) -> Iterator[Rig]:
 def test_a_chunk_comes_back(form: str) -> None:
     with rig(form) as made:
         for seed in range(8):
-            slots = slots_of(made.pages, 1, TOKENS, seed, skip=0)[0]
+            slots = slots_of(made.pages, TOKENS, seed, skip=0)
             want = made.expected(slots)
             made.store(slots)
             same(torch.stack(made.payloads), want)
@@ -257,7 +265,7 @@ def test_a_chunk_comes_back(form: str) -> None:
 def test_a_store_has_what_was_written_before_it_and_nothing_later() -> None:
     with rig() as made, torch.cuda.stream(torch.cuda.Stream(DEVICE)):
         for seed in range(8):
-            slots = slots_of(made.pages, 1, TOKENS, seed, skip=0)[0]
+            slots = slots_of(made.pages, TOKENS, seed, skip=0)
             fresh = made.pages.clone()
             for part in fresh.memory:
                 part.random_(0, 256)
@@ -276,7 +284,7 @@ def test_a_store_has_what_was_written_before_it_and_nothing_later() -> None:
 def test_a_load_comes_after_what_the_engine_had_enqueued() -> None:
     with rig() as made, torch.cuda.stream(torch.cuda.Stream(DEVICE)):
         for seed in range(8):
-            slots = slots_of(made.pages, 1, TOKENS, seed, skip=0)[0]
+            slots = slots_of(made.pages, TOKENS, seed, skip=0)
             for payload in made.payloads:
                 payload.random_(0, 256)
             fall_behind()
@@ -287,9 +295,31 @@ def test_a_load_comes_after_what_the_engine_had_enqueued() -> None:
             same(made.expected(slots), torch.stack(made.payloads))
 
 
+def test_load_waits_for_its_fence_and_not_for_later_work() -> None:
+    with rig() as made, torch.cuda.stream(torch.cuda.Stream(DEVICE)):
+        slots = slots_of(made.pages, TOKENS, skip=0)
+        made.load(slots)
+        fence, later = made.path.fence(), torch.cuda.Event()
+        torch.cuda._sleep(2_000_000_000)
+        later.record()
+        with ThreadPoolExecutor(1) as pool:
+            arguments = (range(SHARDS), slots, made.payloads, fence)
+            pool.submit(made.path.scatter_chunk, *arguments).result()
+        assert not later.query()
+        torch.cuda.synchronize()
+
+
+def test_torch_copies_the_same_while_there_is_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel, "kernels_of", lambda device: None)
+    for form in FORMS:
+        pages = pages_of(form)
+        check(pages, slots_of(pages, 5))
+    test_a_chunk_comes_back("bhnc-hnd")
+
+
 def test_nothing_touches_the_caches_of_an_engine_that_sleeps() -> None:
     with rig() as made:
-        slots = slots_of(made.pages, 1, TOKENS, skip=0)[0]
+        slots = slots_of(made.pages, TOKENS, skip=0)
         want = made.expected(slots)
         made.store(slots)
         made.path.pause()
@@ -309,7 +339,7 @@ def test_memory_that_cannot_be_page_locked(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(arena, "page_lock", refuse)
     with rig() as made:
         assert not made.memory.is_page_locked
-        slots = slots_of(made.pages, 1, TOKENS, skip=0)[0]
+        slots = slots_of(made.pages, TOKENS, skip=0)
         want = made.expected(slots)
         made.store(slots)
         for part in made.pages.memory:
@@ -319,9 +349,14 @@ def test_memory_that_cannot_be_page_locked(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_chunk_cache_on_paged_caches(tmp_path: Path) -> None:
+    for package in ("pydantic_settings", "fsspec", "tvm_ffi", "safetensors", "xxhash"):
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"{package} is not installed")
+    from kvshelf import ChunkCache, Config, ModelFacts
+
     first, second = (pages_of("bhnc-hnd", blocks=64, heads=2, seed=seed) for seed in (1, 2))
     facts = ModelFacts(layers=3, kv_heads=2, head_size=32, dtype="bfloat16", weights="name:gpu-v1")
-    prompt, mine, theirs = list(range(600)), *(slots_of(first, 1, 600, n, 0)[0] for n in (1, 2))
+    prompt, mine, theirs = list(range(600)), *(slots_of(first, 600, n, 0) for n in (1, 2))
     with ChunkCache.open(Config(shared_storage_path=str(tmp_path)), facts) as cache:
         cache.bind(first.caches, first.layout)
         assert cache.store(prompt, slot_mapping=mine).complete
@@ -340,7 +375,8 @@ def test_with_every_launch_waited_for() -> None:
     here = Path(__file__)
     subprocess.run(
         [
-            *(sys.executable, "-m", "pytest", "-q", f"--confcutdir={here.parent}"),
+            *(sys.executable, "-m", "pytest", "-q", "-c", os.devnull, f"--rootdir={ROOT}"),
+            *("--import-mode=importlib", f"--confcutdir={here.parent}"),
             *("-k", "layout_dtype or comes_back or written_before or sleeps", str(here)),
         ],
         cwd=ROOT,

@@ -8,7 +8,7 @@ from unittest import mock
 
 from kvshelf.kv import ops
 from kvshelf.kv.ops import library
-from tests.native.emulation import emulation
+from tests.native.emulation import emulated
 
 COMPILED = ops.implementation() == "cpp"
 #: "kernels": those for GPUs, on a device made of loops. They know no permuted caches.
@@ -21,7 +21,7 @@ def using(implementation: str) -> Iterator[None]:
     if implementation == "cpp":
         yield
     elif implementation == "kernels":
-        with emulation().in_use():
+        with emulated():
             yield
     else:
         with mock.patch.object(library, "compiled_library", return_value=None):

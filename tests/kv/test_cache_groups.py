@@ -10,9 +10,8 @@ import torch
 from kvshelf.errors import ConfigError, UnsupportedError
 from kvshelf.format.kinds import FULL, WINDOW
 from kvshelf.kv.caches import HostKVCache, KVCache, LayerCall, LayerRun, layer_calls
-from kvshelf.kv.device import DeviceKVCache
-from kvshelf.kv.device_tensors import DeviceTensors
 from kvshelf.kv.layout import PagedLayout, slots_of
+from tests.sim.device import on_a_device
 from tests.support.formats import make_format
 
 CHUNK, HEADS, SIZE = 16, 4, 8
@@ -66,9 +65,9 @@ def rows(caches: list[torch.Tensor], shard: int) -> torch.Tensor:
 
 
 def make_memory(kind: str, calls: dict[int, list[LayerCall]]) -> KVCache:
-    if kind == "tensors":
-        return DeviceTensors(calls)
-    return HostKVCache(calls) if kind == "host" else DeviceKVCache(calls)
+    if kind == "host":
+        return HostKVCache(calls)
+    return on_a_device(calls, buffer_bytes=1 << 20 if kind == "device" else 0)
 
 
 @pytest.fixture(params=["host", "device", "tensors"])

@@ -26,8 +26,8 @@ from kvshelf.kv.layout import PagedLayout
 from kvshelf.kv.ops import library as library_module
 from kvshelf.kv.ops import torch_copy as torch_copy_module
 from tests.kv.implementations import COMPILED, IMPLEMENTATIONS, using
-from tests.native.paged import Buffers, Case, cases
 from tests.support.paged import make_paged
+from tests.support.paged_cases import Buffers, Case, cases
 
 
 @pytest.fixture(params=IMPLEMENTATIONS)
@@ -40,12 +40,9 @@ def implementation(request: pytest.FixtureRequest) -> Iterator[str]:
     case=cases(),
     lead=st.integers(0, 9),
     gap=st.integers(0, 9),
-    shards_outside=st.booleans(),
 )
 @settings(max_examples=100, deadline=None)
-def test_gather_and_scatter_are_plain_indexing(
-    case: Case, lead: int, gap: int, shards_outside: bool
-) -> None:
+def test_gather_and_scatter_are_plain_indexing(case: Case, lead: int, gap: int) -> None:
     paged = case.paged
     expected = case.gathered()
     incoming = case.random_buffers()
@@ -53,7 +50,7 @@ def test_gather_and_scatter_are_plain_indexing(
     original = [memory.clone() for memory in paged.memory]
     for name in IMPLEMENTATIONS:
         with using(name):
-            buffers = Buffers.of(case, lead, gap, shards_outside=shards_outside)
+            buffers = Buffers.of(case, lead, gap)
             arguments = (paged.layout, case.first_head, case.heads)
             ops.gather_kv(paged.caches, case.mapping, buffers.view, *arguments)
             np.testing.assert_array_equal(buffers.view.numpy(), expected)
@@ -69,9 +66,9 @@ def test_gather_and_scatter_are_plain_indexing(
 def test_without_their_number_all_heads_from_the_first_on_are_copied(implementation: str) -> None:
     paged = make_paged("bhnc-nhd", torch.bfloat16, heads=4)
     for first in (0, 1, 3):
-        case = Case(paged, list(range(8)), 1, 1, first, 4 - first)
+        case = Case(paged, list(range(8)), 1, first, 4 - first)
         out = torch.empty(case.buffer_bytes, dtype=torch.uint8)
-        ops.gather_kv(paged.caches, case.mapping.view(-1), out, paged.layout, first)
+        ops.gather_kv(paged.caches, case.mapping, out, paged.layout, first)
         assert torch.equal(out, case.gathered().view(-1))
 
 
@@ -150,16 +147,16 @@ def test_plain_torch_sends_slots_to_a_gpu_without_waiting_and_once_for_all_shard
 
     gpu, send = torch.device("cuda"), torch_copy_module.sent
     paged = make_paged("bhnc-nhd", torch.bfloat16, heads=4)
-    slots = torch.tensor([[0, 7, -1], [3, 5, 6]])
-    shards = torch.empty(2, 4, 2 * paged.layout.chunk_bytes(3, 1), dtype=torch.uint8)
+    slots = torch.tensor([0, 7, -1])
+    shards = torch.empty(4, 2 * paged.layout.chunk_bytes(3, 1), dtype=torch.uint8)
     with using("torch"), monkeypatch.context() as patch:
         patch.setattr(Tensor, "pin_memory", pin)
         patch.setattr(Tensor, "to", to)
         patch.setattr(torch_copy_module, "sent", lambda tensor, _: send(tensor, gpu))
         ops.gather_kv(paged.caches, slots, shards, paged.layout, 0, 1)
-    # Those of two chunks, and which tokens of the first one are skipped.
-    assert sent == [(gpu, True, True)] * (2 + 1)
-    expected = Case(paged, slots.view(-1).tolist(), 2, 4, 0, 1).gathered()
+    # They, and which tokens are skipped.
+    assert sent == [(gpu, True, True)] * 2
+    expected = Case(paged, slots.tolist(), 4, 0, 1).gathered()
     np.testing.assert_array_equal(shards.numpy(), expected)
 
 
@@ -178,13 +175,13 @@ def test_plain_torch_copies_all_heads_at_once(
 
     paged = make_paged("bhnc-nhd", torch.bfloat16, layers=3, heads=8)
     slots = torch.tensor([5, 6, 7, 0])
-    shards = torch.empty(1, 8, 3 * paged.layout.chunk_bytes(4, 1), dtype=torch.uint8)
+    shards = torch.empty(8, 3 * paged.layout.chunk_bytes(4, 1), dtype=torch.uint8)
     copy = ops.gather_kv if operation == "index_select" else ops.scatter_kv
     with using("torch"), monkeypatch.context() as patch:
         patch.setattr(owner, operation, counted)
-        copy(paged.caches, slots.view(1, 4), shards, paged.layout)
+        copy(paged.caches, slots, shards, paged.layout)
     assert len(calls) == 3 * 2  # layers × K and V, not × shards
-    expected = Case(paged, slots.tolist(), 1, 8, 0, 1).gathered()
+    expected = Case(paged, slots.tolist(), 8, 0, 1).gathered()
     np.testing.assert_array_equal(shards.numpy(), expected)
 
 
@@ -196,36 +193,25 @@ def _calls() -> list[tuple[str, dict[str, object], str]]:
     good = make_paged("bhnc-hnd", torch.bfloat16)
     size = 2 * good.layout.chunk_bytes(3)
     bytes_ = torch.zeros(size, dtype=torch.uint8)
-    two = torch.zeros(2, size, dtype=torch.uint8)
     return [
         ("slot too large", {"slots": torch.tensor([0, 12, 1])}, r"slot_mapping\[1\] is 12.*0 … 11"),
         ("slot below -1", {"slots": torch.tensor([0, 1, -2])}, r"slot_mapping\[2\] is -2"),
         ("slot huge", {"slots": torch.tensor([2**63 - 1, 0, 1])}, r"slot_mapping\[0\]"),
         ("slot 2**32", {"slots": torch.tensor([0, 2**32 + 1, 1])}, r"slot_mapping\[1\]"),
         ("slot tiny", {"slots": torch.tensor([-(2**63), 0, 1])}, r"slot_mapping\[0\]"),
-        (
-            "slot of the second chunk",
-            {"slots": torch.tensor([[0, 1, 2], [3, 12, 5]]), "chunk": two},
-            r"slot_mapping\[4\] is 12",
-        ),
         ("slots int32", {"slots": torch.tensor([0, 1, 2], dtype=torch.int32)}, "int32"),
-        ("slots 3-D", {"slots": torch.tensor([[[0, 1, 2]]])}, r"int64 CPU tensor \[tokens\]"),
-        ("slots of 3 chunks", {"slots": torch.tensor([[0], [1], [2]])}, "expected 3 of them"),
+        ("slots 2-D", {"slots": torch.tensor([[0, 1, 2]])}, r"int64 CPU tensor \[tokens\]"),
         ("slots strided", {"slots": torch.arange(6)[::2]}, r"strides \[2\].*contiguous"),
         ("chunk short", {"chunk": bytes_[:-1]}, f"has {size - 1} bytes; expected {size} = 2 lay"),
         ("chunk long", {"chunk": torch.zeros(size + 1, dtype=torch.uint8)}, f"expected {size}"),
         ("chunk int8", {"chunk": bytes_.view(torch.int8)}, "int8.*uint8"),
         ("chunk 0-D", {"chunk": torch.tensor(3, dtype=torch.uint8)}, r"uint8 tensor \[bytes\]"),
-        ("chunk 4-D", {"chunk": bytes_.view(1, 1, 1, -1)}, r"uint8 tensor \[bytes\]"),
-        ("two buffers", {"chunk": bytes_.view(2, -1)}, "one buffer for each chunk"),
-        ("too many shards", {"chunk": bytes_.view(1, 3, -1), "num_heads": 1}, "3 shards of 1 he"),
-        ("two heads, four shards", {"chunk": bytes_.view(1, 4, -1)}, "4 shards, which do not div"),
+        ("chunk 3-D", {"chunk": bytes_.view(1, 1, -1)}, r"uint8 tensor \[bytes\]"),
+        ("too many shards", {"chunk": bytes_.view(3, -1), "num_heads": 1}, "3 shards of 1 he"),
+        ("two heads, four shards", {"chunk": bytes_.view(4, -1)}, "4 shards, which do not div"),
         (
             "buffers overlap",
-            {
-                "chunk": bytes_.as_strided((2, size), (0, 1)),
-                "slots": torch.tensor([[0, 1, 2], [3, 4, 5]]),
-            },
+            {"chunk": bytes_.as_strided((2, size // 2), (0, 1)), "num_heads": 1},
             "overlap",
         ),
         ("chunk strided", {"chunk": torch.zeros(2 * size, dtype=torch.uint8)[::2]}, "contiguous"),
@@ -349,7 +335,7 @@ def test_opcheck(form: str, implementation: str) -> None:
     paged = make_paged(form, torch.bfloat16)
     slots = torch.tensor([2, -1, 0])
     chunk = torch.zeros(2 * paged.layout.chunk_bytes(3, 1), dtype=torch.uint8)
-    arguments = (paged.caches, slots, chunk, paged.layout.as_ints(), 1, 1)
+    arguments = (paged.caches, slots, chunk, paged.layout.as_ints(), 1, 1, [])
     for name in ("gather_kv", "scatter_kv"):
         results = torch.library.opcheck(getattr(torch.ops.kvshelf, name).default, arguments)
         assert set(results.values()) == {"SUCCESS"}
@@ -390,12 +376,10 @@ def test_compiled_as_one_graph(implementation: str) -> None:
 @pytest.fixture
 def fresh_choice(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     monkeypatch.delenv("KVSHELF_OPS", raising=False)
-    for remembered in (library_module.compiled_library, library_module._load_kernels):
-        remembered.cache_clear()
+    library_module.compiled_library.cache_clear()
     yield monkeypatch
     monkeypatch.undo()
-    for remembered in (library_module.compiled_library, library_module._load_kernels):
-        remembered.cache_clear()
+    library_module.compiled_library.cache_clear()
 
 
 def _copies() -> bool:
@@ -454,9 +438,18 @@ def test_asking_for_a_library_that_is_not_there_is_an_error(
         ops.implementation()
 
 
-def test_an_unknown_choice_is_an_error(fresh_choice: pytest.MonkeyPatch) -> None:
-    fresh_choice.setenv("KVSHELF_OPS", "fast")
-    with pytest.raises(ConfigError, match="'fast'; expected auto, cpp, cuda, triton or"):
+@pytest.mark.parametrize(
+    ("choice", "message"),
+    [
+        ("fast", "'fast'; expected auto, cpp, cuda or torch$"),
+        ("triton", "'triton'; expected auto, cpp, cuda or torch.*uses no Triton"),
+    ],
+)
+def test_unknown_choice_is_an_error(
+    fresh_choice: pytest.MonkeyPatch, choice: str, message: str
+) -> None:
+    fresh_choice.setenv("KVSHELF_OPS", choice)
+    with pytest.raises(ConfigError, match=message):
         ops.implementation()
 
 

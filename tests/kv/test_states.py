@@ -21,7 +21,6 @@ from kvshelf.format.kinds import STATE
 from kvshelf.format.model import default_shards
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.kv.caches import HostKVCache, KVCache, layer_calls
-from kvshelf.kv.device import DeviceKVCache
 from kvshelf.kv.states import (
     StateLayer,
     StateParts,
@@ -31,6 +30,7 @@ from kvshelf.kv.states import (
     state_runs,
 )
 from kvshelf.kv.topology import ShardPlan, Topology
+from tests.sim.device import on_a_device
 from tests.support.formats import make_format
 
 BF16, F32 = torch.bfloat16, torch.float32
@@ -237,7 +237,7 @@ class SimulatedEngine:
             plan = self.topology.plan(worker)
             runs, slots = state_runs(layers, len(plan.shards))
             calls = layer_calls(fmt, runs, plan)
-            self.memories.append(DeviceKVCache(calls) if on_device else HostKVCache(calls))
+            self.memories.append(on_a_device(calls) if on_device else HostKVCache(calls))
             self.slots.append(slots)
 
     def place(self, model: Sequence[Sequence[torch.Tensor]], blocks: dict[int, int]) -> None:

@@ -24,7 +24,6 @@ from kvshelf.errors import ConfigError
 from kvshelf.format.model import default_shards
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.kv.caches import HostKVCache, KVCache, KVMemory, LayerRun, layer_calls
-from kvshelf.kv.device import DeviceKVCache
 from kvshelf.kv.layout import (
     PagedLayout,
     PermutedLayout,
@@ -38,6 +37,7 @@ from kvshelf.metrics import Counters
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.transfer.context import ChunkSlots, TransferContext
 from kvshelf.transfer.transfers import Transfers
+from tests.sim.device import on_a_device
 from tests.support import formats
 from tests.support.prompts import make_chunks
 from tests.support.waiting import PATIENCE
@@ -371,7 +371,7 @@ class SimulatedEngine:
                 runs.append(run)
             calls = layer_calls(fmt, runs, topology.plan(worker))
             self.caches.append(caches)
-            self.memories.append(DeviceKVCache(calls) if on_device else HostKVCache(calls))
+            self.memories.append(on_a_device(calls) if on_device else HostKVCache(calls))
 
     def held(self, worker: int, layer: int) -> list[int]:
         """The heads of a layer that vLLM gives this worker."""
@@ -599,9 +599,9 @@ def test_a_tail_needs_its_own_slots_and_payloads() -> None:
             with pytest.raises(ValueError, match="slot_mapping"):
                 tails.scatter(0, torch.arange(count), good[0])
         short = [payload[:-1] for payload in good]
-        with pytest.raises(ValueError, match="bytes; expected"):
+        with pytest.raises(ValueError, match="expected"):
             tails.gather(torch.arange(5), short)
-        with pytest.raises(ValueError, match="bytes; expected"):
+        with pytest.raises(ValueError, match="expected"):
             tails.scatter_chunk(range(2), torch.arange(5), short)
         memory.close()
 

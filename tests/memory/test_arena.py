@@ -19,7 +19,7 @@ import torch
 from kvshelf import pages
 from kvshelf.errors import ConfigError, UnsupportedError
 from kvshelf.memory.arena import Arena
-from tests.native.fake_cudart import fake_cudart
+from tests.support.fake_cudart import fake_cudart
 from tests.support.memory import resident, sealed_memory
 
 MIB = 1 << 20

@@ -28,7 +28,7 @@ from kvshelf.memory.ring import Share, Slot, rounded
 from kvshelf.metrics import Counters
 from kvshelf.pages import address_of
 from kvshelf.server.segment import Segment
-from tests.native.fake_cudart import FakeCudart, fake_cudart
+from tests.support.fake_cudart import FakeCudart, fake_cudart
 from tests.support.formats import format_of_kinds, make_format, sealed
 from tests.support.memory import resident
 from tests.support.prompts import make_chunks, make_tail

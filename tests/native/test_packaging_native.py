@@ -41,6 +41,7 @@ def test_without_a_compiler_the_wheel_is_pure_python_and_says_so_once(tmp_path: 
     names = zipfile.ZipFile(wheel).namelist()
     assert not [name for name in names if name.endswith(".so")]
     assert names.count("kvshelf/kv/ops/dispatch.py") == 1
+    assert names.count("kvshelf/kv/ops/kernel.cu") == 1
     backends = [name for name in names if "backends/" in name]
     assert sorted(backends) == [f"kvshelf/{name}" for name in files_of_backends()]
 
@@ -80,6 +81,7 @@ def test_the_source_archive_holds_what_a_build_needs(tmp_path: Path) -> None:
         "LICENSE",
         "README.md",
         "src/kvshelf/kv/ops/dispatch.py",
+        "src/kvshelf/kv/ops/kernel.cu",
         "cuda/CMakeLists.txt",
         "cuda/cmake/check_headers.cc",
         "cuda/cmake/exports.map",
@@ -91,7 +93,7 @@ def test_the_source_archive_holds_what_a_build_needs(tmp_path: Path) -> None:
 
 
 def test_the_library_exports_nothing_but_its_functions() -> None:
-    # A C++ or CUDA runtime that is linked in must not replace, or be replaced by, that of others.
+    # A C++ runtime that is linked in must not replace, or be replaced by, that of others.
     library = compiled_library()
     if library is None:
         pytest.skip("no C++ compiler built the library")
@@ -106,3 +108,45 @@ def test_the_library_exports_nothing_but_its_functions() -> None:
     names = {line.split()[2] for line in listed.splitlines()}
     assert "__tvm_ffi_gather" in names
     assert not {name for name in names if not name.startswith("__tvm_ffi_")}
+
+
+@pytest.mark.slow
+def test_wheel_holds_the_libraries_and_the_kernels_source(tmp_path: Path) -> None:
+    subprocess.run(
+        [
+            *(sys.executable, "-m", "pip", "wheel", "--no-build-isolation", "--no-deps"),
+            *("--no-index", "--wheel-dir", tmp_path, ROOT),
+        ],
+        # Nothing of CUDA is looked for.
+        env=os.environ | {"CUDACXX": "/nonexistent/nvcc"},
+        check=True,
+    )
+    (wheel,) = tmp_path.glob("kvshelf-*.whl")
+    with zipfile.ZipFile(wheel) as content:
+        names = content.namelist()
+        source = content.read("kvshelf/kv/ops/kernel.cu")
+    assert sorted(name for name in names if name.endswith(".so")) == [
+        "kvshelf/libkvshelf_ops.so",
+        "kvshelf/libkvshelf_read.so",
+    ]
+    assert source == (ROOT / "src/kvshelf/kv/ops/kernel.cu").read_bytes()
+
+
+def test_make_gpu_needs_torch_numpy_and_pytest_alone() -> None:
+    program = """
+import sys
+from importlib.abc import MetaPathFinder
+class Bare(MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition('.')[0] in MISSING:
+            raise ModuleNotFoundError(name)
+MISSING = {'pydantic', 'pydantic_settings', 'fsspec', 'tvm_ffi', 'safetensors', 'yaml', 'rich'}
+MISSING |= {'typer', 'watchdog', 'hypothesis', 'obstore', 'msgspec', 'zmq', 'transformers'}
+sys.meta_path.insert(0, Bare())
+sys.modules['xxhash'] = type(sys)('xxhash')
+import benchmarks.gpu, tests.gpu.test_gpu, kvshelf.ops, kvshelf.memory.chunk_memory
+"""
+    path = os.pathsep.join((str(ROOT), str(ROOT / "src")))
+    subprocess.run(
+        [sys.executable, "-c", program], env=os.environ | {"PYTHONPATH": path}, check=True
+    )

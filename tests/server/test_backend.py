@@ -38,10 +38,10 @@ from kvshelf.shelf.failed_keys import FailedKeys
 from kvshelf.shelf.lookup import LookupService
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.shelf.view import ObjectRef, Presence
-from tests.native.fake_cudart import fake_cudart
-from tests.native.simulated_device import SimulatedStreams
 from tests.server.node import LocalServer
+from tests.sim.device import SimulatedStreams
 from tests.sim.storage import FaultyStorage
+from tests.support.fake_cudart import fake_cudart
 from tests.support.formats import make_format, sealed
 from tests.support.prompts import make_chunks
 from tests.support.transfers import Rig

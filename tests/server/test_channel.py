@@ -38,9 +38,9 @@ from kvshelf.server.messages import (
 )
 from kvshelf.server.segment import Segment
 from kvshelf.server.service import Service
-from tests.native.fake_cudart import fake_cudart
 from tests.server.node import LocalServer, serve
 from tests.sim.storage import posix
+from tests.support.fake_cudart import fake_cudart
 from tests.support.waiting import PATIENCE, until
 
 pytestmark = pytest.mark.real

@@ -42,7 +42,7 @@ from kvshelf.format.kinds import DRAFT, FULL, Kind
 from kvshelf.format.names import object_name
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.metrics import Counters
-from tests.native.simulated_device import SimulatedEvent, SimulatedStreams
+from tests.sim.device import SimulatedEvent, SimulatedStreams
 from tests.sim.engine_caches import (
     PLAIN,
     SIZE,

@@ -75,9 +75,10 @@ class Rig:
     options: dict[str, Any] = field(default_factory=dict)
     deadlines: Deadlines | None = None
     backoff: Backoff = DEFAULT_BACKOFF
-    #: The streams of the device that the caches are on, and its buffers for stores.
+    #: The streams of the device that the caches are on, and the bytes of its buffers; 0: those of
+    #: each copy are allocated.
     streams: Streams | None = None
-    ring: int = 4
+    buffer_bytes: int = 0
     #: Puts tiers in front of the shelf.
     in_front: Callable[[Shelf], Shelf] = lambda shelf: shelf
     #: In which objects lie.
@@ -109,7 +110,7 @@ class Rig:
         calls = layer_calls(self.fmt, [run])
         self.cache: KVCache = HostKVCache(calls)
         if self.streams is not None:
-            self.cache = DeviceKVCache(calls, streams=self.streams, ring=self.ring)
+            self.cache = DeviceKVCache(calls, streams=self.streams, buffer_bytes=self.buffer_bytes)
         self.slot_bytes = sum(rounded(self.fmt.object_size(n)) for n in range(self.fmt.shards))
         slots = self.memory_chunks + self.options.get("load_threads", 2) + 1
         self.host = ChunkMemory(

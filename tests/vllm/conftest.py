@@ -18,7 +18,6 @@ import pytest
 
 from kvshelf.backends import Deadlines
 from kvshelf.backends.guard import GuardedBackend
-from kvshelf.kv import device
 from kvshelf.shelf.shelf import Shelf
 from tests.sim.storage import ELSEWHERE, FaultyStorage, posix
 from tests.support import constants
@@ -64,13 +63,6 @@ def patience() -> Iterator[None]:
     constants.put(lookup_seconds=PATIENCE, identity_seconds=PATIENCE)
     yield
     constants.reset()
-
-
-@pytest.fixture(autouse=True)
-def copier(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In simulated time Python copies chunks: the library's threads know of no simulation."""
-    if request.node.get_closest_marker("real") is None:
-        monkeypatch.setattr(device, "native_copier", lambda *_, **__: None)
 
 
 @pytest.fixture(scope="session")

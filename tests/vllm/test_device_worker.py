@@ -1,6 +1,6 @@
 """Lives of an engine whose caches are on a device: sleep, failures, memory.
 
-:mod:`tests.native.test_device` has what each copy does then.
+:mod:`tests.kv.test_copier` has what each copy does then.
 """
 
 from __future__ import annotations
@@ -30,23 +30,24 @@ from kvshelf.shelf.shelf import Shelf
 from kvshelf.tiers import tiered
 from kvshelf.vllm import connector
 from kvshelf.vllm.connector import SharedStorageConnector
-from tests.native.emulation import emulation
+from tests.native.emulation import emulated
 from tests.server.node import LocalServer
+from tests.sim.device import SimulatedEvent
 from tests.sim.engine import DRAFTING, EngineModel, Start
-from tests.sim.engine_caches import PLAIN, PagedCaches, transfer_config, vllm_config
+from tests.sim.engine_caches import PLAIN, PagedCaches, guesser, transfer_config, vllm_config
 from tests.sim.storage import FaultyStorage, posix
 from tests.support.prompts import prompt
-from tests.support.waiting import PATIENCE
+from tests.support.waiting import PATIENCE, until
 
 pytestmark = pytest.mark.real
 
 RUNNERS = ["V1 on a device", "V2 on a device"]
 
 
-@pytest.fixture(autouse=True, params=["native", "tensors"])
+@pytest.fixture(autouse=True, params=["kernel", "torch"])
 def copier(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Who copies: the compiled library on the emulated device, or what replaces it."""
-    with emulation().in_use() if request.param == "native" else nullcontext():
+    """Who gathers and scatters: the kernel, emulated, or what replaces it."""
+    with emulated() if request.param == "kernel" else nullcontext():
         yield request.param
 
 
@@ -322,18 +323,15 @@ def test_a_node_server_takes_stores_from_the_memory_of_a_worker(
 # ------------------------------------------------------------------------- failures
 
 
-@pytest.mark.parametrize("fault", ["event", "record", "query", "synchronize", "wait", "enqueue"])
+@pytest.mark.parametrize("fault", ["event", "record", "query", "copy", "wait", "enqueue"])
 @pytest.mark.parametrize("runner", RUNNERS)
 def test_after_a_device_failed_the_engine_goes_on_as_with_no_cache(
     start: Start,
     backend: FaultyStorage,
     runner: str,
     fault: str,
-    copier: str,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    if (copier, fault) in (("native", "event"), ("tensors", "query")):
-        pytest.skip("this copier does not ask that of a device")
     engine = start(runner=runner)
     run(engine, prompt(41))
     assert engine.device is not None
@@ -368,3 +366,54 @@ def test_an_engine_that_is_shut_down_waits_for_its_copies(
         engine.finish()
         engine.worker.connector.shutdown()
         assert len([i for i in backend.list() if i.name.endswith(".safetensors")]) == 10
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_load_does_not_wait_for_the_forward_pass_of_its_step(
+    start: Start, monkeypatch: pytest.MonkeyPatch, runner: str
+) -> None:
+    engine = start(runner=runner)
+    run(engine, prompt(41))
+    device, loads = engine.device, engine.worker.side.loads
+    assert device is not None
+    gate, begin = SimulatedEvent(device), loads.start
+
+    def begin_behind_the_forward_pass() -> None:
+        if loads._planned:
+            gate.recorded = 1
+            device.engine.wait_event(gate)
+        begin()
+
+    monkeypatch.setattr(loads, "start", begin_behind_the_forward_pass)
+    engine.add("late", prompt(41))
+    try:
+        while not gate.recorded:
+            engine.step()
+        until(lambda: engine.worker.counted["loaded_chunks"] > 0)
+    finally:
+        with device.changed:
+            gate.reached = 1
+            device.changed.notify_all()
+    engine.finish()
+    assert engine.loaded("late") == 40
+
+
+@pytest.mark.parametrize(("runner", "waits"), [("V2 on a device", False), (DRAFTING, True)])
+def test_load_beside_drafts_waits_for_the_forward_pass_of_its_step(
+    start: Start, monkeypatch: pytest.MonkeyPatch, runner: str, waits: bool
+) -> None:
+    engine = start(runner=runner, drafter=guesser(2) if waits else None)
+    run(engine, prompt(41))
+    loads, fences = engine.worker.side.loads, []
+    begin = loads.start
+
+    def noted() -> None:
+        if loads._planned:
+            fences.append(loads._fences)
+        begin()
+
+    monkeypatch.setattr(loads, "start", noted)
+    assert run(engine, prompt(41)) == 40
+    assert len(fences) == 1
+    # Without a mark of its step's beginning it waits for all that is enqueued when it starts.
+    assert (not fences[0]) is waits

@@ -33,15 +33,12 @@ from kvshelf.shelf.shelf import Shelf
 from kvshelf.tiers import tiered
 from kvshelf.vllm.scheduler import handovers
 from kvshelf.vllm.worker import memory
-from tests.native.emulation import emulation, library_path
+from tests.native.emulation import emulated
 from tests.sim import engine_sides as sides
 from tests.sim.engine import DRAFT_LAYER, DRAFTING, RUNNERS, EngineModel
 from tests.sim.engine_caches import MODELS, PLAIN, PUBLISHED_MODELS, Layers, drafter, guesser
 from tests.sim.storage import Fault, FaultyStorage, posix
 from tests.support.prompts import prompt
-
-# Built before the tests: none in simulated time may start a compiler.
-library_path()
 
 ASKED = {"do_remote_decode": True}
 BARE = {"do_remote_prefill": True}
@@ -109,9 +106,9 @@ class EnginesOfOneShelf(RuleBasedStateMachine):
         data: Any,
     ) -> None:
         """Start both; stores have less of the small memory than a step needs."""
-        # Chunks of a device move by the compiled library, or by torch.
-        by_library = native and runner.endswith("on a device")
-        self.stack.enter_context(emulation().in_use() if by_library else nullcontext())
+        # Chunks of a device move by the kernel, or by torch.
+        by_kernel = native and runner.endswith("on a device")
+        self.stack.enter_context(emulated() if by_kernel else nullcontext())
         plain = model == "plain"
         self.patch.setattr(handovers, "MAX_WAITING", most_waiting)
         # As many threads load on each machine: each has a spare slot in memory.

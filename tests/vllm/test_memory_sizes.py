@@ -24,7 +24,7 @@ with warnings.catch_warnings():
     # Importing vLLM warns of what torch and others deprecate.
     warnings.simplefilter("ignore")
     from kvshelf.vllm.worker import memory
-    from kvshelf.vllm.worker.memory import device_ring, io_threads, take_memory
+    from kvshelf.vllm.worker.memory import io_threads, take_memory
     from tests.sim.engine_caches import make_config
     from tests.sim.engine_sides import MakeWorker
 
@@ -95,7 +95,7 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> Taken:
 
 @pytest.mark.parametrize("tokens", [8192, 16384])
 @pytest.mark.parametrize("model", MODELS)
-def test_four_steps_fit_into_memory_and_one_into_the_device_ring_by_default(
+def test_memory_by_default_has_room_for_four_steps(
     taken: Taken,
     caplog: pytest.LogCaptureFixture,
     model: str,
@@ -106,10 +106,6 @@ def test_four_steps_fit_into_memory_and_one_into_the_device_ring_by_default(
     chunks = tokens // 256
     step = chunks * chunk_bytes(kinds)
     assert taken(engine, kinds) == 4 * step + spare_bytes(engine, kinds)
-    assert device_ring(engine, OPTIONS, FULL) >= chunks
-    # A quarter of what is free beside an engine with --gpu-memory-utilization 0.92.
-    gpu = 80 * GIB if tokens == 8192 else 180 * GIB
-    assert step < gpu * 0.08 / 4
     assert not caplog.records
 
 

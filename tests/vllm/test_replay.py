@@ -24,16 +24,12 @@ from kvshelf.vllm import adapters, connector
 from kvshelf.vllm.messages import Outbox
 from kvshelf.vllm.metadata import AdapterContent, Facts, WorkerMetadata
 from kvshelf.weights.fingerprints import FingerprintCache
-from tests.native.emulation import library_path
 from tests.sim.engine import RUNNERS, Adapters, EngineModel, Start, adapter, make_adapter
 from tests.sim.engine_caches import PLAIN, drafter
 from tests.sim.engine_sides import namespace_of_drafts
 from tests.sim.storage import Fault, FaultyStorage
 from tests.support.prompts import prompt
 from tests.support.waiting import PATIENCE, until
-
-# Built before the tests: none in simulated time may start a compiler.
-library_path()
 
 BLOCK, CHUNK = 4, 8
 

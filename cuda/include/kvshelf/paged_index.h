@@ -1,8 +1,7 @@
 // The places of a token's KV in a paged KV cache and in chunk buffers.
 //
-// Owns all index arithmetic of gather and scatter. Host code and CUDA kernels both include this
-// header, so they cannot disagree. Integers in, byte offsets out; nothing here touches memory. All
-// offsets are 64 bits wide.
+// Owns the index arithmetic of gather and scatter on CPUs. Integers in, byte offsets out; nothing
+// here touches memory. All offsets are 64 bits wide.
 //
 // A paged cache is described by byte strides, so one descriptor covers every strided layout:
 // tokens outside or inside heads, K and V one after the other, nested or interleaved, blocks of
@@ -16,12 +15,6 @@
 #define KVSHELF_PAGED_INDEX_H_
 
 #include <cstdint>
-
-#if defined(__CUDACC__)
-#define KVSHELF_HD __host__ __device__ __forceinline__
-#else
-#define KVSHELF_HD inline
-#endif
 
 namespace kvshelf {
 
@@ -58,33 +51,33 @@ struct PagedIndex {
   int64_t buffer_token_stride;
   int64_t buffer_head_stride;
 
-  KVSHELF_HD bool slot_in_cache(int64_t slot) const {
+  bool slot_in_cache(int64_t slot) const {
     return slot >= 0 && slot < num_blocks * block_size;
   }
 
   // First byte of a slot's row of kv 0 and head 0 in its layer's cache.
-  KVSHELF_HD int64_t slot_offset(int64_t block, int64_t token_in_block) const {
+  int64_t slot_offset(int64_t block, int64_t token_in_block) const {
     return block * block_stride + token_in_block * token_stride;
   }
 
   // From there to the row of a kv and a head, which counts from the first shard's head 0.
-  KVSHELF_HD int64_t row_offset(int64_t kv, int64_t head) const {
+  int64_t row_offset(int64_t kv, int64_t head) const {
     return kv * kv_stride + (first_head + head) * head_stride;
   }
 
   // First byte of a row in the buffers, from the first buffer's first byte.
-  KVSHELF_HD int64_t buffer_offset(int64_t shard, int64_t layer, int64_t kv, int64_t token,
+  int64_t buffer_offset(int64_t shard, int64_t layer, int64_t kv, int64_t token,
                                    int64_t head_in_shard) const {
     return shard * shard_stride + layer * buffer_layer_stride + kv * buffer_kv_stride +
            token * buffer_token_stride + head_in_shard * buffer_head_stride;
   }
 
   // True if consecutive slots are token_stride apart even across the border of two blocks.
-  KVSHELF_HD bool blocks_are_linear() const { return block_stride == block_size * token_stride; }
+  bool blocks_are_linear() const { return block_stride == block_size * token_stride; }
 };
 
 // Fills the strides inside a buffer.
-KVSHELF_HD void set_buffer_strides(PagedIndex& index) {
+inline void set_buffer_strides(PagedIndex& index) {
   index.buffer_head_stride = index.row_bytes;
   index.buffer_token_stride = index.heads * index.buffer_head_stride;
   index.buffer_kv_stride = index.tokens * index.buffer_token_stride;

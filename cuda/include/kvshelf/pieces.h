@@ -1,9 +1,7 @@
 // What a slot mapping means as copies of contiguous bytes, as long as they can be.
 //
 // Owns the search for tokens that follow each other in the cache (once for all layers) and the
-// merging of contiguous dimensions. Host only. The CPU's gather and scatter copy the pieces as
-// they are found; copies between a device's cache and host memory are handed to the device in
-// one list.
+// merging of contiguous dimensions. Gather and scatter copy the pieces as they are found.
 
 #ifndef KVSHELF_PIECES_H_
 #define KVSHELF_PIECES_H_

@@ -17,6 +17,7 @@ import itertools
 import os
 import platform
 import queue
+import resource
 import secrets
 import sys
 import threading
@@ -142,7 +143,7 @@ def _installation() -> Iterator[Check]:
     yield Check("kvshelf", State.OK, __version__)
     yield Check("python", State.OK, f"{platform.python_version()} ({sys.executable})")
     with ending_at_once():
-        checks = [_engine(), _ops()]
+        checks = [_engine(), _ops(), *_gpu()]
     yield from checks
 
 
@@ -189,8 +190,29 @@ def _ops() -> Check:
         return Check(name, State.PROBLEM, str(error), "reinstall kvshelf and torch")
     if used == "torch" and os.environ.get("KVSHELF_OPS") != "torch":
         hint = "to get the native library, reinstall kvshelf with a C++ compiler"
-        return Check(name, State.NOTE, "torch (slower)", hint)
-    return Check(name, State.OK, used)
+        return Check(name, State.NOTE, "on CPUs torch (slower)", hint)
+    return Check(name, State.OK, f"on CPUs {used}")
+
+
+def _gpu() -> Iterator[Check]:
+    """Check what copies on the first GPU in an engine, where there is one."""
+    try:
+        from kvshelf.kv.ops import kernel
+
+        found = kernel.first_gpu()
+    except (ImportError, KVShelfError):
+        return  # the check of CPUs says it
+    if found is None:
+        return
+    name = "gather/scatter on GPUs"
+    if found.problem:
+        hint = "an engine starts, and takes a launch for each layer of a chunk"
+        yield Check(name, State.NOTE, f"torch, not kvshelf's kernel: {found.problem}", hint)
+    else:
+        yield Check(name, State.OK, f"kvshelf's kernel, {found.origin}")
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    text = "unlimited" if limit == resource.RLIM_INFINITY else f"{limit >> 10} KiB (ulimit -l)"
+    yield Check("page-locked memory", State.OK, text)
 
 
 # ----------------------------------------------------------------------------------- shelf

@@ -13,12 +13,13 @@ Contracts
 * A copy of caches in host memory has ended when the call returns; one of caches on a device
   has ended when :meth:`PendingCopy.wait` of its result returns.
 * ``gather`` and ``fence`` never wait: the engine's step thread calls them. ``scatter``,
-  ``pause`` and ``close`` may wait. Any thread may call all of them.
+  ``pause`` and ``close`` may wait, the latter two until a deadline. Any thread may call all.
 """
 
 from __future__ import annotations
 
 import functools
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -35,6 +36,8 @@ from kvshelf.kv.topology import ShardPlan
 
 __all__ = ["DONE", "HostKVCache", "KVCache", "KVMemory", "LayerCall", "PendingCopy"]
 
+#: Seconds after which a device that does not answer counts as failed.
+ANSWER_SECONDS: Final = 60.0
 #: Numbers of tokens for which a memory keeps its copy calls of tails.
 TAILS_KEPT: Final = 64
 
@@ -166,16 +169,22 @@ class LayerCall:
 class PendingCopy:
     """A gather that has begun. This class is one that has ended, see :data:`DONE`."""
 
-    @property
-    def ended(self) -> bool:
-        """Whether the payloads are not written to any more. May be True late."""
+    def done(self) -> bool:
+        """Whether nothing writes to the payloads any more."""
         return True
 
-    def wait(self) -> None:
+    def wait(self, deadline: float | None = None) -> None:
         """Wait until the payloads are filled.
+
+        Parameters
+        ----------
+        deadline : float, optional
+            In seconds of :func:`time.monotonic`; by default in :data:`ANSWER_SECONDS`.
 
         Raises
         ------
+        DeviceStuckError
+            The device has not answered by then. Until :meth:`done` it may write to the payloads.
         DeviceUnavailableError
             The content of the payloads must not be used.
         """
@@ -300,14 +309,26 @@ class KVCache(KVMemory):
         """
         return None
 
-    def pause(self) -> None:
-        """Wait for the copies that run and begin no more: the caches' memory is released."""
+    @property
+    def room(self) -> int:
+        """How many gathers may be under way at once."""
+        return sys.maxsize
+
+    def pause(self, deadline: float | None = None) -> None:
+        """Wait for the copies that run and begin no more: the caches' memory is released.
+
+        A device that does not answer is not waited for any longer than to the deadline, in seconds
+        of :func:`time.monotonic`; by default half a minute.
+        """
 
     def resume(self) -> None:
         """Continue after :meth:`pause`: the caches are back, at the same addresses or others."""
 
-    def close(self) -> None:
-        """Wait for the copies that run and free the buffers. Idempotent."""
+    def close(self, deadline: float | None = None) -> None:
+        """Wait for the copies that run and free the buffers. Idempotent.
+
+        The deadline is as for :meth:`pause`; by default two seconds.
+        """
 
 
 class HostKVCache(KVCache):

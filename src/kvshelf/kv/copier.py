@@ -1,191 +1,368 @@
 """How chunks move between the caches of one device and page-locked host memory.
 
-Owns the interface of the two implementations, :mod:`kvshelf.kv.native_copier` for devices that the
-compiled library supports, and :mod:`kvshelf.kv.tensor_copier` for all others, and the record of
-what they copy. :mod:`kvshelf.kv.device` decides when they may.
+Owns the device buffers that are in use, their streams and events, and the thread ``kvshelf-copy``.
+:mod:`kvshelf.kv.device` decides when copies may run, and what an error of the device means.
+
+A store: one launch for each layout gathers all layers and shards of a chunk into a device buffer,
+on the engine's own stream. Once it is done, ``kvshelf-copy`` copies the buffer to the host.
+A load: a load thread copies a chunk into a device buffer, and one launch for each layout scatters
+it from there. Both are enqueued on the buffer's own stream, which has a high priority.
+
+Who may use what, and when
+--------------------------
+* Work that comes later on the engine's stream may overwrite the blocks of a store.
+* The scatter of a load waits on the device for its fence, an event that was recorded on the
+  engine's stream. It never waits for work that was enqueued after that.
+* A buffer for stores is free again once the host has seen the end of its last copy, a buffer for
+  loads once the host has seen the end of its scatter. Payloads are theirs for as long.
+* Nothing is enqueued for the host that has to wait for the engine: a copy engine serves copies in
+  the order of their arrival. In each direction two pieces of 4 MiB are under way at most, so a copy
+  of the engine's own waits 0.3 ms for them on a link of 25 GB/s.
 
 Contracts
 ---------
-* ``store`` and ``fence`` never wait: the engine's step thread calls them. ``wait``, ``load`` and
-  ``drain`` wait, and belong on background threads.
-* By the compiled library each direction has at most 0.2 ms of copies on the device, in several
-  pieces: a copy of the engine's own waits no longer. Nothing is enqueued that has to wait for the
-  engine.
-* After an error nothing of that call is under way any more. Errors of the device are RuntimeErrors.
-* Background threads make the device current only while they use it, and never touch another
-  device: a context there would take several hundred megabytes.
+* :meth:`Copier.gather` never waits: the engine's step thread calls it. Without a free buffer it
+  refuses. All other methods may wait, and belong on other threads.
+* A device that does not answer for :data:`ANSWER_SECONDS` counts as failed. The threads that wait
+  for it stay with their memory, which it may still write to, until :meth:`Copier.close`.
+* After an error nothing of that copy is under way any more.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
+import contextlib
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from math import inf
+from typing import Any, Final
 
+import torch
 from torch import Tensor
 
-from kvshelf.errors import UnsupportedError
+from kvshelf.background import try_to_start
+from kvshelf.errors import DeviceStuckError
 from kvshelf.kv import ops
-from kvshelf.kv.caches import LayerCall, tail_calls
-from kvshelf.kv.layout import PagedLayout
+from kvshelf.kv.caches import ANSWER_SECONDS, PendingCopy
+from kvshelf.kv.copy_plan import CopyPlan
+from kvshelf.kv.streams import Streams
+
+PIECE_BYTES: Final = 4 << 20
+PIECES_UNDER_WAY: Final = 2
+#: Seconds between two questions of a thread that waits for the device: the first, the longest.
+_FIRST_PAUSE: Final = 20e-6
+_LONGEST_PAUSE: Final = 500e-6
 
 
-@dataclass(frozen=True, slots=True)
-class ChunkCopy:
-    """What a copy of one chunk, or of one tail, consists of.
+class Copy(PendingCopy):
+    """A store on its way. Only the copier writes to it."""
 
-    Attributes
+    def __init__(self, gathered: Any, buffer: Tensor, payloads: Sequence[Tensor]) -> None:
+        #: Events: the gather is done; the last copy to the host is.
+        self.gathered = self.arrived = gathered
+        self.buffer: Tensor | None = buffer
+        self.payloads = payloads
+        self.error: RuntimeError | None = None
+        self.ended = threading.Event()
+
+    def done(self) -> bool:
+        """See :meth:`PendingCopy.done`."""
+        return self.ended.is_set()
+
+    def wait(self, deadline: float | None = None) -> None:
+        """See :meth:`PendingCopy.wait`."""
+        seconds = ANSWER_SECONDS if deadline is None else deadline - time.monotonic()
+        if not self.ended.wait(max(0.0, seconds)):
+            raise DeviceStuckError("a chunk did not reach the host in time")
+        if self.error is not None:
+            raise self.error
+
+
+class _Link:
+    """One direction between device and host, with at most so many pieces under way."""
+
+    def __init__(self, streams: Streams, wait: Callable[[Any], None]) -> None:
+        self.lock = threading.Lock()
+        self._streams = streams
+        self._wait = wait
+        self._pieces: deque[Any] = deque()
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        """Enqueue a copy on the current stream, piece by piece. The caller holds the lock."""
+        for start in range(0, target.numel(), PIECE_BYTES):
+            while len(self._pieces) >= PIECES_UNDER_WAY:
+                self._wait(self._pieces.popleft())
+            piece = slice(start, start + PIECE_BYTES)
+            self._streams.enqueue(target[piece].copy_, source[piece], True)
+            event = self._streams.event()
+            event.record(self._streams.current())
+            self._pieces.append(event)
+
+
+class Copier:
+    """Moves chunks: see the module.
+
+    Parameters
     ----------
-    calls : Sequence[LayerCall]
-        The copy calls of the first shard. The other shards differ only in their heads: each has
-        those after the one before it.
-    layouts : Sequence[PagedLayout]
-        Of each call.
-    shards : int
-    payload_bytes : int
-        Of each shard.
-    tokens : int
-        Slots of a chunk, of which each call uses some: see :attr:`LayerCall.first_slot`. For
-        native layouts its blocks.
+    streams : Streams
+    on_error : Callable
+        Returns the error that callers get for an error of the device.
+    stores : Sequence of Tensor, optional
+        Device buffers, uint8 [shards, bytes]; when absent, each store allocates one.
+    loads : Sequence of Tensor or None
+        The same for as many loads at a time; each None allocates one for each load.
     """
 
-    calls: Sequence[LayerCall]
-    layouts: Sequence[PagedLayout]
-    shards: int
-    payload_bytes: int
-    tokens: int
+    def __init__(
+        self,
+        streams: Streams,
+        on_error: Callable[[RuntimeError], RuntimeError],
+        stores: Sequence[Tensor] | None = None,
+        loads: Sequence[Tensor | None] = (None, None),
+    ) -> None:
+        self._streams, self._on_error = streams, on_error
+        self._to_host, self._to_device = (_Link(streams, self.await_event) for _ in range(2))
+        self._beside = streams.stream(urgent=False)
+        #: Guards all below; notified at any change.
+        self._changed = threading.Condition()
+        self._stores = None if stores is None else deque(stores)
+        self._loads = deque((buffer, streams.stream(urgent=True)) for buffer in loads)
+        self._gathered: deque[Copy] = deque()
+        self._unfinished = 0
+        self._thread: threading.Thread | None = None
+        self._stops = self._is_stuck = False
+        self._deadline = inf
 
-    def of_tail(self, tokens: int) -> ChunkCopy:
-        """Return the copy of a tail, see :meth:`KVMemory.of_tail`.
+    def await_event(self, event: Any) -> None:
+        """Wait until the device has reached an event.
 
         Raises
         ------
-        ValueError
-            If a chunk has no more tokens.
-        UnsupportedError
-            If chunks are whole blocks: no kernel copies single tokens of these.
+        DeviceStuckError
+            If it has not when the copier's time is over.
         """
-        if any(call.token_layout is not None for call in self.calls):
-            raise UnsupportedError("caches on a device whose chunks are whole blocks have no tails")
-        calls = tail_calls(self.calls, tokens)
-        return ChunkCopy(calls, self.layouts, self.shards, max(call.end for call in calls), tokens)
+        late, pause = time.monotonic() + ANSWER_SECONDS, _FIRST_PAUSE
+        while not event.query():
+            now = time.monotonic()
+            if now >= self._deadline:
+                raise DeviceStuckError("the device did not answer until its caches were closed")
+            if now >= late and not self._is_stuck:
+                self._is_stuck = True
+                self._on_error(DeviceStuckError(f"no answer for {ANSWER_SECONDS:g} s"))
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
 
-    def check_slots(self, slots: Tensor) -> None:
-        """Check a chunk's slots with the layouts that they are used for.
+    # ------------------------------------------------------------- stores
 
-        Raises
-        ------
-        ValueError
-            If a slot is not in the caches.
-        """
-        ranges = {
-            (call.first_slot, call.count, layout)
-            for call, layout in zip(self.calls, self.layouts, strict=True)
-        }
-        for first, count, layout in ranges:
-            ops.check_slots(slots[first : first + count], layout)
-
-
-class Copier(ABC):
-    """Moves chunks between the caches of one device and page-locked host memory."""
-
-    @abstractmethod
-    def add_buffer(self, payloads: Tensor, *, for_loads: bool) -> None:
-        """Use a device buffer from now on.
-
-        Parameters
-        ----------
-        payloads : Tensor
-            uint8 [shards, payload bytes], on the device; without shards, for loads that need none.
-        for_loads : bool
-            For loads, not for stores.
-        """
-
-    @abstractmethod
-    def store(self, copy: ChunkCopy, slots: Tensor, payloads: Sequence[Tensor]) -> object | None:
+    def gather(self, plan: CopyPlan, slots: Tensor, payloads: Sequence[Tensor]) -> Copy | None:
         """Gather a chunk on the calling thread's stream, and have it copied to the host.
 
         Parameters
         ----------
-        copy : ChunkCopy
-            That of the copier, or one of its tails.
+        plan : CopyPlan
         slots : Tensor
-            int64 [tokens], CPU, contiguous. Any memory: it is read during the call.
+            int64 [tokens], CPU, contiguous, checked. It is read during the call.
         payloads : Sequence[Tensor]
-            uint8 [payload bytes] in host memory, of each shard.
+            uint8 in host memory, of each shard.
 
         Returns
         -------
-        object or None
-            For :meth:`wait`; None while all device buffers are in use.
+        Copy or None
+            None while no device buffer is free.
 
         Raises
         ------
-        ValueError
-            If a slot is not in the caches; nothing was enqueued.
+        RuntimeError
+            If the device fails.
         """
+        streams, places = self._streams, range(len(payloads))
+        if not self._has_thread():
+            return None
+        with streams.here():
+            buffer = self._take_store_buffer(plan)
+            if buffer is None:
+                return None
+            try:
+                gathered = streams.event()
+                plan.enqueue(streams, ops.gather_kv, places, slots, buffer)
+                gathered.record(streams.current())
+            except BaseException as error:
+                # The next gather into the buffer comes behind what was enqueued of this one.
+                self._give_back(self._stores, buffer)
+                if isinstance(error, torch.OutOfMemoryError):
+                    return None
+                raise
+        copy = Copy(gathered, buffer, payloads)
+        with self._changed:
+            self._gathered.append(copy)
+            self._unfinished += 1
+            self._changed.notify_all()
+        return copy
 
-    @abstractmethod
-    def wait(self, chunk: object) -> None:
-        """Wait until a chunk is in host memory. Once for each chunk."""
+    def _has_thread(self) -> bool:
+        """Start the thread when it is first needed; return whether it runs."""
+        if self._thread is None:
+            thread = threading.Thread(target=self._run, name="kvshelf-copy", daemon=True)
+            if try_to_start(thread):
+                self._thread = thread
+        return self._thread is not None
 
-    @abstractmethod
-    def forget(self, chunk: object, payloads: Sequence[Tensor]) -> None:
-        """Give up :meth:`wait`. Keeps the chunk's payloads alive while they are copied to."""
+    def _take_store_buffer(self, plan: CopyPlan) -> Tensor | None:
+        if self._stores is None:
+            try:
+                return plan.allocate(len(plan.sizes))
+            except torch.OutOfMemoryError:
+                return None
+        with self._changed:
+            return self._stores.popleft() if self._stores else None
 
-    @abstractmethod
-    def run(self) -> None:
-        """Copy to the host what was gathered, until :meth:`stop`. On a thread of its own."""
+    def _give_back(self, buffers: deque[Any] | None, buffer: Any) -> None:
+        with self._changed:
+            if buffers is not None:
+                buffers.append(buffer)
+            self._changed.notify_all()
 
-    @abstractmethod
-    def drain(self) -> None:
-        """Wait until nothing is under way to the host."""
+    def _run(self) -> None:
+        """Copy to the host what was gathered, until :meth:`stop`."""
+        sent: deque[Copy] = deque()
+        while True:
+            with self._changed:
+                while not (self._gathered or sent or self._stops):
+                    self._changed.wait()
+                copy = self._gathered.popleft() if self._gathered else None
+            if copy is None and not sent:
+                return
+            # A question to a device, asked while another one is current, makes a context there.
+            with self._streams.here():
+                # What has arrived is not kept waiting for a gather that is not done.
+                while sent and (
+                    copy is None or _is_over(sent[0].arrived) or not _is_over(copy.gathered)
+                ):
+                    self._finish(sent.popleft())
+                if copy is not None:
+                    self._send(copy)
+                    sent.append(copy)
 
-    @abstractmethod
-    def stop(self) -> None:
-        """End :meth:`run` once it has copied what is left, and free the buffers then.
+    def _send(self, copy: Copy) -> None:
+        """Enqueue the copies of a buffer to the host, once its gather is done."""
+        streams = self._streams
+        try:
+            self.await_event(copy.gathered)
+            # Payloads may have been made inside vLLM's step, which runs in this mode.
+            with torch.inference_mode(), streams.use(self._beside), self._to_host.lock:
+                copy.arrived = streams.event()
+                try:
+                    assert copy.buffer is not None
+                    for payload, packed in zip(copy.payloads, copy.buffer, strict=True):
+                        self._to_host.copy(payload, packed[: payload.numel()])
+                finally:
+                    copy.arrived.record(streams.current())
+        except RuntimeError as error:
+            copy.error = error
 
-        No other call may be under way.
-        """
+    def _finish(self, copy: Copy) -> None:
+        """Wait until a chunk is in host memory, or known not to come."""
+        try:
+            self.await_event(copy.arrived)
+        except RuntimeError as error:
+            copy.error = copy.error or error
+        if isinstance(copy.error, DeviceStuckError):
+            return  # it may still write to the payloads: see Copy.done
+        if copy.error is not None:
+            self._settle(self._beside)
+            copy.error = self._on_error(copy.error)
+        with self._changed:
+            self._unfinished -= 1
+        buffer, copy.buffer = copy.buffer, None
+        self._give_back(self._stores, buffer)
+        copy.ended.set()
 
-    @abstractmethod
-    def load(
+    # ------------------------------------------------------------- loads
+
+    def scatter(
         self,
-        copy: ChunkCopy,
-        first: int,
+        plan: CopyPlan,
+        places: range,
         slots: Tensor,
         payloads: Sequence[Tensor],
-        fence: object | None,
+        fence: Any | None,
     ) -> None:
-        """Scatter consecutive shards of a chunk, and wait until they are in the caches.
+        """Scatter neighbouring shards of a chunk, and wait until they are in the caches.
 
         Parameters
         ----------
-        copy : ChunkCopy
-            As for :meth:`store`.
-        first : int
-            The place of the first of these shards among all shards of the caches.
+        plan : CopyPlan
+        places : range
+            Of these shards among all shards of the caches.
         slots : Tensor
-            As for :meth:`store`; −1 = skip.
+            As for :meth:`gather`; −1 = skip.
         payloads : Sequence[Tensor]
-            As for :meth:`store`, one for each of these shards.
-        fence : object, optional
-            What :meth:`fence` returned.
+            As for :meth:`gather`, one for each of these shards.
+        fence : Any, optional
+            The event behind which the blocks may be written.
 
         Raises
         ------
-        ValueError
-            As for :meth:`store`.
+        RuntimeError
+            If the device fails.
         """
+        streams = self._streams
+        with self._changed:
+            while not self._loads:
+                self._changed.wait()
+            buffer, stream = self._loads.popleft()
+        try:
+            with streams.use(stream):
+                packed = plan.allocate(len(places)) if buffer is None else buffer
+                ended = streams.event()
+                try:
+                    with self._to_device.lock:
+                        for payload, row in zip(payloads, packed, strict=False):
+                            self._to_device.copy(row[: payload.numel()], payload)
+                    if fence is not None:
+                        stream.wait_event(fence)
+                    plan.enqueue(streams, ops.scatter_kv, places, slots, packed)
+                    ended.record(streams.current())
+                    self.await_event(ended)
+                except DeviceStuckError:
+                    raise
+                except BaseException:
+                    self._settle(stream)
+                    raise
+        finally:
+            self._give_back(self._loads, (buffer, stream))
 
-    @abstractmethod
-    def check(self) -> None:
-        """Query the device: raises if it failed for good. Never waits."""
+    # ------------------------------------------------------------- the end
 
-    @abstractmethod
-    def fence(self) -> object:
-        """Return a mark of all that is on the calling thread's stream now."""
+    def _settle(self, stream: Any) -> None:
+        """Wait, after an error, for what was enqueued before it."""
+        # A device that cannot even be waited for does no work any more.
+        with contextlib.suppress(RuntimeError):
+            stream.synchronize()
 
-    @abstractmethod
-    def rebind(self) -> None:
-        """Read the addresses of the caches again. No copy may be under way."""
+    def drain(self, deadline: float) -> bool:
+        """Wait until nothing is under way to the host; return False if that takes too long."""
+        with self._changed:
+            seconds = max(0.0, deadline - time.monotonic())
+            return self._changed.wait_for(lambda: not self._unfinished, seconds)
+
+    def stop(self) -> None:
+        """Let the thread end once it has copied what is left. No gather may follow."""
+        with self._changed:
+            self._stops = True
+            self._changed.notify_all()
+
+    def close(self, deadline: float) -> None:
+        """Stop, and end all waits for the device at the deadline."""
+        self._deadline = deadline
+        self.stop()
+        if self._thread is not None:
+            self._thread.join(max(0.0, deadline - time.monotonic()))
+
+
+def _is_over(event: Any) -> bool:
+    """Whether a wait for an event ends at once, perhaps with an error."""
+    with contextlib.suppress(RuntimeError):
+        return bool(event.query())
+    return True

@@ -1,67 +1,45 @@
 """The KV caches of a device: their device buffers, and when copies may run.
 
-Owns the memory of the device buffers, the choice of the copier, the thread that copies to the host
-(``kvshelf-copy``), and the states of the caches: in use, paused, closed, failed.
-:mod:`kvshelf.kv.copier` says how chunks are copied.
-
-Gather: kernels on the engine's own stream copy all layers and shards of a chunk into one of a few
-device buffers; from there it is copied to host memory, beside the engine's work. The engine's
-stream waits for nothing, so the blocks need neither pins nor fences: they have been read when the
-next step begins.
-Scatter: the payloads of one or several shards are copied to a device buffer, and kernels on a
-high-priority stream copy them from there into the caches, after all work that the engine had
-enqueued when the load began. Where the layers lie inside the blocks of the cache, and a shard's
-part of a block is contiguous and large, page-locked memory is copied directly into the blocks,
-without a device buffer and without a kernel.
+Owns the memory of the device buffers and the states of the caches: in use, paused, closed, failed.
+:mod:`kvshelf.kv.copier` says how chunks are copied, and who may use what when.
 
 Contracts
 ---------
 * The step thread calls ``gather`` and ``fence``, which never wait. While all device buffers
   are in use, ``gather`` refuses.
 * ``scatter`` and :meth:`PendingCopy.wait` wait, and belong on background threads. ``pause``
-  and ``close`` wait as well: for copies between host and device, which no storage can delay.
+  and ``close`` wait as well, until a deadline, for copies between host and device.
 * An error of the device ends the gather, scatter or fence that met it, which raises
   :class:`~kvshelf.errors.DeviceUnavailableError`. A device that reports it again when it is queried
-  has failed for good, and is not used again: one log line says so, and from then on all of these
-  raise without a call to the device.
-* A payload belongs to a gather until :meth:`PendingCopy.wait` has returned, a device buffer until
-  its chunk is on the host. Payloads should be page-locked: ordinary memory gives the same results,
-  more slowly.
+  has failed for good, as has one that does not answer. It is not used again: one log line says so,
+  and from then on all of these raise without a call to the device.
+* A payload belongs to a gather until :meth:`PendingCopy.done`. Payloads should be page-locked:
+  ordinary memory gives the same results, more slowly.
 * Slot mappings are checked on the host before any work is enqueued, and travel as kernel
   arguments: they need no copy to the device that could queue behind others.
-* After construction only events are allocated: allocations are forbidden during the capture
-  of a CUDA graph, and memory is short later on.
+* Where an engine's buffers are taken when the caches are made, only events are allocated later.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import sys
 import threading
+import time
 import weakref
-from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from typing import Final, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import Tensor
 
-from kvshelf.errors import ConfigError, DeviceUnavailableError, UnsupportedError
-from kvshelf.kv import ops
-from kvshelf.kv.caches import (
-    TAILS_KEPT,
-    KVCache,
-    KVMemory,
-    LayerCall,
-    PendingCopy,
-    slot_count,
-)
-from kvshelf.kv.copier import ChunkCopy, Copier
-from kvshelf.kv.layout import PagedLayout, PermutedLayout
-from kvshelf.kv.native_copier import native_copier
-from kvshelf.kv.streams import Streams, streams_of
-from kvshelf.kv.tensor_copier import TensorCopier
+from kvshelf.errors import ConfigError, DeviceStuckError, DeviceUnavailableError
+from kvshelf.kv.caches import TAILS_KEPT, KVCache, KVMemory, LayerCall, PendingCopy
+from kvshelf.kv.copier import Copier
+from kvshelf.kv.copy_plan import CopyPlan
+from kvshelf.kv.streams import Streams
 from kvshelf.logs import RateLimitedLog
 from kvshelf.traces import trace_range
 
@@ -69,71 +47,102 @@ logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
-#: Chunks that may be in transit from a device to the host at once.
-DEFAULT_RING = 4
-#: Most device buffers for loads: while one is filled, another is scattered, and a third is handed
-#: from thread to thread.
-LOAD_BUFFERS: Final = 3
-#: A copy from the host directly into a block is worth it from this size on. Smaller ones cost the
-#: copy engine more than a kernel that distributes them: 18 KiB get a tenth of the bandwidth.
-DIRECT_BYTES: Final = 64 << 10
+#: Device memory for the chunks of an engine that are on their way, and their most.
+BUFFER_BYTES: Final = 256 << 20
+MOST_BUFFERS: Final = 8
+#: Buffers for loads among them: while one is filled, another is scattered.
+LOAD_BUFFERS: Final = 2
 #: At most one part in this many of the free memory is used for buffers: CUDA graphs, the
 #: libraries' workspaces and communicators are allocated later.
-_SHARE = 4
-_END_SECONDS = 1.0
+_SHARE: Final = 4
+_PAUSE_SECONDS: Final = 30.0
+_CLOSE_SECONDS: Final = 2.0
 
 
-class _PendingGather(PendingCopy):
-    """A gather on a device."""
+class _Usage:
+    """Who may use the caches of a device: whether it works, and whether the engine lends them.
 
-    def __init__(self, cache: DeviceKVCache, chunk: object, payloads: Sequence[Tensor]) -> None:
-        self._cache = cache
-        self._chunk: object | None = chunk
-        self._number = cache._gathers
-        # The compiled library knows their addresses only.
-        self._payloads = payloads
-        self._lock = threading.Lock()
-        self._error: DeviceUnavailableError | None = None
+    Attributes
+    ----------
+    problem : str
+        How the device failed; empty while it works.
+    """
 
-    @property
-    def ended(self) -> bool:
-        """See :meth:`PendingCopy.ended`.
+    def __init__(self, device: torch.device, streams: Streams) -> None:
+        self.problem = ""
+        self.device = device
+        self._streams = streams
+        self._log = RateLimitedLog(logger)
+        #: Guards all below; notified when a call has ended.
+        self.changed = threading.Condition()
+        self.is_closed = self.is_paused = False
+        self.calls = 0
 
-        Chunks reach the host in the order of their gathers, and each needs a device buffer until
-        then: when there were as many later gathers as there are buffers, this one has ended.
-        """
-        return self._cache._gathers - self._number >= self._cache._ring
+    def note(self, error: RuntimeError) -> RuntimeError:
+        """Note an error of the device; return the one that callers get."""
+        is_stuck = isinstance(error, DeviceStuckError)
+        if isinstance(error, torch.OutOfMemoryError | DeviceUnavailableError) and not is_stuck:
+            # The copies in plain torch allocate; a shortage of memory may be temporary.
+            return error
+        text = str(error).strip().partition("\n")[0]
+        problem = f"{self.device} failed: {text}"
+        if not (self.problem or is_stuck) and self._works():
+            self._log.warning("%s. That chunk is not copied; the device still works", problem)
+            return DeviceUnavailableError(problem)
+        with self.changed:
+            is_first, self.problem = not self.problem, self.problem or problem
+        if is_first:
+            logger.error(
+                "%s. No chunks are stored or loaded any more; those in transit are lost", problem
+            )
+        return DeviceUnavailableError(self.problem)
 
-    def wait(self) -> None:
-        """See :meth:`PendingCopy.wait`."""
-        with self._lock:
-            chunk, self._chunk = self._chunk, None
-            if chunk is not None:
-                try:
-                    # Also on a device that failed: while it still works, it writes to the host.
-                    self._cache._use(self._cache._copier.wait, chunk, in_flight=True)
-                except DeviceUnavailableError as error:
-                    self._error = error
-            if self._error is not None:
-                raise self._error
+    def _works(self) -> bool:
+        try:
+            with self._streams.here():
+                self._streams.event().query()
+        except RuntimeError:
+            return False
+        return True
 
-    def __del__(self) -> None:
-        if self._chunk is not None:
-            self._cache._copier.forget(self._chunk, self._payloads)
+    def call(self, work: Callable[..., Result], *arguments: object) -> Result:
+        """Use the device, unless it failed."""
+        if self.problem:
+            raise DeviceUnavailableError(self.problem)
+        try:
+            return work(*arguments)
+        except RuntimeError as error:
+            if (noted := self.note(error)) is error:
+                raise
+            raise noted from error
+
+    @contextlib.contextmanager
+    def lent(self) -> Iterator[bool]:
+        """Use the caches, if they may be used now: they stay so meanwhile."""
+        with self.changed:
+            usable = not (self.is_closed or self.is_paused)
+            self.calls += usable
+        try:
+            yield usable
+        finally:
+            with self.changed:
+                self.calls -= usable
+                self.changed.notify_all()
 
 
 class _DeviceMemory(KVMemory):
     """What is copied in one way, chunks or tails, in the caches of a device."""
 
-    _copy: ChunkCopy
-
-    @property
-    @abstractmethod
-    def _cache(self) -> DeviceKVCache: ...
+    def __init__(self, plan: CopyPlan, copier: Copier, usage: _Usage) -> None:
+        self._plan, self._copier, self._usage = plan, copier, usage
 
     def gather(self, slots: Tensor, payloads: Sequence[Tensor]) -> PendingCopy | None:
         """See :meth:`~kvshelf.kv.caches.KVMemory.gather`. Step thread; never waits."""
-        return self._cache._gather(self._copy, slots, payloads)
+        self._check(self._plan.sizes, slots, payloads)
+        with self._usage.lent() as usable, trace_range("kvshelf gather"):
+            if not usable:
+                return None
+            return self._usage.call(self._copier.gather, self._plan, slots, payloads)
 
     def scatter(self, shard: int, slots: Tensor, payload: Tensor, fence: object = None) -> None:
         """See :meth:`~kvshelf.kv.caches.KVMemory.scatter`.
@@ -141,7 +150,7 @@ class _DeviceMemory(KVMemory):
         It also raises DeviceUnavailableError while the caches are paused, and once they are
         closed.
         """
-        self._cache._scatter(self._copy, [shard], slots, [payload], fence)
+        self.scatter_chunk([shard], slots, [payload], fence)
 
     def scatter_chunk(
         self,
@@ -151,25 +160,32 @@ class _DeviceMemory(KVMemory):
         fence: object = None,
     ) -> None:
         """See :meth:`~kvshelf.kv.caches.KVMemory.scatter_chunk`; as :meth:`scatter`."""
-        known = list(self._cache._places)
-        if list(shards) != known or len(payloads) != len(shards):
-            raise ValueError(
-                f"{len(payloads)} payloads for the shards {list(shards)}; expected one for each of"
-                f" {known}"
-            )
-        self._cache._scatter(self._copy, shards, slots, payloads, fence)
+        known = list(self._plan.calls)
+        first = known.index(shards[0])
+        places = range(first, first + len(shards))
+        if list(shards) != known[first : places.stop]:
+            raise ValueError(f"the shards {list(shards)} are no neighbours among {known}")
+        self._check(self._plan.sizes[first : places.stop], slots, payloads)
+        with self._usage.lent() as usable, trace_range("kvshelf scatter"):
+            if not usable:
+                raise DeviceUnavailableError(
+                    f"the KV caches on {self._usage.device} cannot be used now: the engine sleeps,"
+                    " or has released them"
+                )
+            self._usage.call(self._copier.scatter, self._plan, places, slots, payloads, fence)
 
-
-class _Tails(_DeviceMemory):
-    """Tails of one number of tokens in the caches of a device."""
-
-    def __init__(self, cache: DeviceKVCache, copy: ChunkCopy) -> None:
-        self._of = cache
-        self._copy = copy
-
-    @property
-    def _cache(self) -> DeviceKVCache:
-        return self._of
+    def _check(self, sizes: Sequence[int], slots: Tensor, payloads: Sequence[Tensor]) -> None:
+        if len(payloads) != len(sizes):
+            raise ValueError(f"{len(payloads)} payloads for {len(sizes)} shards")
+        for payload, size in zip(payloads, sizes, strict=True):
+            fits = payload.dtype == torch.uint8 and payload.shape == (size,)
+            if not (fits and payload.is_cpu and payload.is_contiguous()):
+                raise ValueError(
+                    f"a payload is {payload.dtype} {list(payload.shape)} on {payload.device} with"
+                    f" strides {list(payload.stride())}; expected contiguous uint8 [{size}] in host"
+                    " memory"
+                )
+        self._plan.check_slots(slots)
 
 
 class DeviceKVCache(_DeviceMemory, KVCache):
@@ -178,23 +194,18 @@ class DeviceKVCache(_DeviceMemory, KVCache):
     Parameters
     ----------
     calls : Mapping[int, Sequence[LayerCall]]
-        The copy calls of each shard, in the order of the shards. The caches are on one device,
-        and the shards differ only in their heads: each has those after the one before it.
-    ring : int
-        Device buffers for gathers, each of a whole chunk.
-    loads : int
-        The number of threads that load: more device buffers for scatters, each of a whole chunk,
-        are not made, nor more than :data:`LOAD_BUFFERS`. There are fewer of both, but at least
-        one, where a quarter of the free memory is too small.
-    pinned : bool
-        The payloads of scatters are page-locked.
+        The copy calls of each shard, in the order of the shards. The caches are on one device.
+    buffer_bytes : int
+        Device memory for buffers, of which each holds a chunk: no more than :data:`MOST_BUFFERS`,
+        but one for stores and one for loads in any case, and fewer where a quarter of the free
+        memory is too small. 0: each copy allocates what it needs.
     streams : Streams, optional
         The device's own when absent.
 
     Raises
     ------
     ConfigError
-        If the device has no memory for a single buffer.
+        If the device has no memory for its buffers.
     UnsupportedError
         If the elements of a cache are permuted, which no kernel supports.
     """
@@ -203,279 +214,105 @@ class DeviceKVCache(_DeviceMemory, KVCache):
         self,
         calls: Mapping[int, Sequence[LayerCall]],
         *,
-        ring: int = DEFAULT_RING,
-        loads: int = 2,
-        pinned: bool = False,
+        buffer_bytes: int = 0,
         streams: Streams | None = None,
     ) -> None:
-        #: The place of each shard among the shards of the caches.
-        self._places = {shard: place for place, shard in enumerate(calls)}
-        self._first = first = next(iter(calls.values()))
-        self._device = first[0].caches[0].device
-        self._streams = streams_of(self._device) if streams is None else streams
-        self._copy = copy = _chunk_copy(first, len(calls))
-        self._tail_copy = functools.lru_cache(TAILS_KEPT)(copy.of_tail)
-        self._changed = threading.Condition(threading.Lock())
-        self._closed = False
-        self._paused = False
-        self._problem = ""
-        self._log = RateLimitedLog(logger)
-        #: Number of calls that use the device.
-        self._running = 0
-        for call, layout in zip(first, copy.layouts, strict=True):
-            ops.prepare(call.caches, layout)
-        direct = pinned and all(map(_in_blocks, first, copy.layouts))
-        native = native_copier(copy, self._streams, direct=direct)
-        self._copier: Copier = native or TensorCopier(calls, self._streams)
-        #: So many gathers later, a gather has ended.
-        self._ring = sys.maxsize
-        if native is None:
-            logger.warning(
-                "kvshelf's compiled library does not store and load on %s (%s): %s gathers and"
-                " scatters, and each store lengthens the engine's step",
-                self._device,
-                ops.kernel_problem(self._device) or "the caches have too many slots",
-                ops.implementation(self._device),
-            )
-        else:
-            # Buffers for loads first: loads need at least one, and they are small beside the ring.
-            for payloads in self._allocate(
-                loads if direct else min(loads, LOAD_BUFFERS), 0 if direct else copy.shards
-            ):
-                native.add_buffer(payloads, for_loads=True)
-            buffers = self._allocate(ring, copy.shards)
-            for payloads in buffers:
-                native.add_buffer(payloads, for_loads=False)
-            self._ring = len(buffers)
-        #: Number of gathers that have begun.
-        self._gathers = 0
-        self._thread = threading.Thread(target=self._copier.run, name="kvshelf-copy", daemon=True)
-        self._thread.start()
-        # The thread of caches that were not closed ends with them, or before Python does.
-        weakref.finalize(self, _end_thread, self._copier, self._thread)
+        device = next(iter(calls.values()))[0].caches[0].device
+        self._streams = streams = Streams(device) if streams is None else streams
+        plan, usage = CopyPlan.of(calls), _Usage(device, streams)
+        buffers = _allocate(plan, buffer_bytes, streams) if buffer_bytes else []
+        of_loads = min(LOAD_BUFFERS, len(buffers) // 2)
+        stores = buffers[of_loads:] or None
+        copier = Copier(streams, usage.note, stores, buffers[:of_loads] or (None,) * LOAD_BUFFERS)
+        super().__init__(plan, copier, usage)
+        self._room = sys.maxsize if stores is None else len(stores)
+        self._bind(plan)
+        # A program may drop its tensors while they are stored: what has been gathered is copied.
+        weakref.finalize(self, copier.stop)
 
-    @property
-    def _cache(self) -> DeviceKVCache:
-        return self
+    def _bind(self, plan: CopyPlan) -> None:
+        """Copy from and to where the caches of a plan lie."""
+        plan.prepare()
+        self._plan = plan
+        self._tails = functools.lru_cache(TAILS_KEPT)(plan.of_tail)
 
     @property
     def problem(self) -> str:
         """See :attr:`KVCache.problem`."""
-        return self._problem
+        return self._usage.problem
 
-    def _use(
-        self, work: Callable[..., Result], *arguments: object, in_flight: bool = False
-    ) -> Result:
-        """Use the device; once it failed, only to wait for copies that are `in_flight`."""
-        if self._problem and not in_flight:
-            raise DeviceUnavailableError(self._problem)
-        try:
-            return work(*arguments)
-        except (DeviceUnavailableError, torch.OutOfMemoryError):
-            # The copies in plain torch allocate; a shortage of memory may be temporary.
-            raise
-        except RuntimeError as error:
-            raise self._failed(error) from error
-
-    def _failed(self, error: RuntimeError) -> DeviceUnavailableError:
-        text = str(error).strip().partition("\n")[0]
-        problem = f"{self._device} failed: {text}"
-        if not self._problem and self._works():
-            self._log.warning("%s. That chunk is not copied; the device still works", problem)
-            return DeviceUnavailableError(problem)
-        with self._changed:
-            first, self._problem = not self._problem, self._problem or problem
-        if first:
-            logger.error(
-                "%s. No chunks are stored or loaded any more; those in transit are lost", problem
-            )
-        return DeviceUnavailableError(self._problem)
-
-    def _works(self) -> bool:
-        try:
-            self._copier.check()
-        except RuntimeError:
-            return False
-        return True
-
-    def _allocate(self, count: int, shards: int) -> list[Tensor]:
-        """Return up to `count` buffers, at least one."""
-        buffers: list[Tensor] = []
-        # Each shard's payload is aligned, so that the kernels can use the widest vectors.
-        size = self._copy.payload_bytes
-        aligned = -(-size // 256) * 256
-        spared = self._streams.free_bytes() // _SHARE // max(1, shards * aligned)
-        most = min(count, max(1, spared))
-        try:
-            # vLLM's step runs under inference_mode. Other threads cannot write to tensors that
-            # are created there, so leave it while allocating.
-            with torch.inference_mode(False):
-                while len(buffers) < most:
-                    whole = torch.empty(shards, aligned, dtype=torch.uint8, device=self._device)
-                    buffers.append(whole[:, :size])
-        except torch.OutOfMemoryError as error:
-            if not buffers:
-                raise ConfigError(
-                    f"{self._device} has no memory for one buffer of {shards * size} bytes: "
-                    "give the engine less memory, or make chunk_size smaller"
-                ) from error
-        if len(buffers) < count:
-            logger.warning(
-                "%s has free memory for only %d of %d buffers of %d bytes",
-                self._device,
-                len(buffers),
-                count,
-                shards * size,
-            )
-        return buffers
-
-    def _check(self, copy: ChunkCopy, slots: Tensor, payloads: Sequence[Tensor]) -> None:
-        """Check all but the values of the slots, which the copiers check."""
-        tokens, size = copy.tokens, copy.payload_bytes
-        if not (
-            slots.is_cpu
-            and slots.dtype == torch.int64
-            and slots.shape == (tokens,)
-            and slots.is_contiguous()
-        ):
-            raise ValueError(
-                f"slot_mapping is {slots.dtype} {list(slots.shape)} on {slots.device}; expected a"
-                f" contiguous int64 CPU tensor [{tokens}]"
-            )
-        uint8 = torch.uint8
-        for payload in payloads:
-            if payload.numel() != size:
-                raise ValueError(f"a payload has {payload.numel()} bytes; expected {size}")
-            if payload.dtype is not uint8 or not (payload.is_cpu and payload.is_contiguous()):
-                raise ValueError(
-                    f"a payload is {payload.dtype} on {payload.device} with strides"
-                    f" {list(payload.stride())}; expected contiguous uint8 in host memory"
-                )
-
-    def _begin(self) -> bool:
-        """Whether the caches may be used: then they stay so until :meth:`_end`."""
-        with self._changed:
-            usable = not (self._closed or self._paused)
-            self._running += usable
-            return usable
-
-    def _end(self) -> None:
-        with self._changed:
-            self._running -= 1
-            if self._paused:
-                self._changed.notify_all()
-
-    # ------------------------------------------------------------- gather
-
-    def _gather(
-        self, copy: ChunkCopy, slots: Tensor, payloads: Sequence[Tensor]
-    ) -> PendingCopy | None:
-        if len(payloads) != copy.shards:
-            raise ValueError(f"{len(payloads)} payloads for {copy.shards} shards")
-        self._check(copy, slots, payloads)
-        if not self._begin():
-            return None
-        try:
-            with trace_range("kvshelf gather"):
-                chunk = self._use(self._copier.store, copy, slots, payloads)
-        finally:
-            self._end()
-        if chunk is None:
-            return None
-        self._gathers += 1
-        return _PendingGather(self, chunk, payloads)
-
-    # ------------------------------------------------------------- scatter
+    @property
+    def room(self) -> int:
+        """See :attr:`KVCache.room`."""
+        return self._room
 
     def fence(self) -> object:
         """See :meth:`~kvshelf.kv.caches.KVCache.fence`. Step thread; never waits."""
-        return self._use(self._copier.fence)
 
-    def _scatter(
-        self,
-        copy: ChunkCopy,
-        shards: Sequence[int],
-        slots: Tensor,
-        payloads: Sequence[Tensor],
-        fence: object,
-    ) -> None:
-        first = self._places[shards[0]]
-        self._check(copy, slots, payloads)
-        if not self._begin():
-            raise DeviceUnavailableError(
-                f"the KV caches on {self._device} cannot be used now: the engine sleeps, or has"
-                " released them"
-            )
-        try:
-            with trace_range("kvshelf scatter"):
-                self._use(self._copier.load, copy, first, slots, payloads, fence)
-        finally:
-            self._end()
+        def recorded() -> Any:
+            with self._streams.here():
+                event = self._streams.event()
+                event.record(self._streams.current())
+                return event
 
-    # ------------------------------------------------------------- tails
+        return self._usage.call(recorded)
 
     def of_tail(self, tokens: int) -> KVMemory:
         """See :meth:`~kvshelf.kv.caches.KVMemory.of_tail`."""
-        return _Tails(self, self._tail_copy(tokens))
+        return _DeviceMemory(self._tails(tokens), self._copier, self._usage)
 
     # ------------------------------------------------------------- end
 
-    def pause(self) -> None:
+    def pause(self, deadline: float | None = None) -> None:
         """See :meth:`~kvshelf.kv.caches.KVCache.pause`."""
-        with self._changed:
-            self._paused = True
-            while self._running:
-                self._changed.wait()
-        self._copier.drain()
+        deadline = time.monotonic() + _PAUSE_SECONDS if deadline is None else deadline
+        usage = self._usage
+        with usage.changed:
+            usage.is_paused = True
+            seconds = max(0.0, deadline - time.monotonic())
+            is_idle = usage.changed.wait_for(lambda: not usage.calls, seconds)
+        if not (self._copier.drain(deadline) and is_idle):
+            usage.note(DeviceStuckError("copies have not ended in time"))
 
     def resume(self) -> None:
         """See :meth:`~kvshelf.kv.caches.KVCache.resume`."""
-        with self._changed:
-            if not self._paused or self._closed:
+        usage = self._usage
+        with usage.changed:
+            if not usage.is_paused or usage.is_closed:
                 return
-        for call, layout in zip(self._first, self._copy.layouts, strict=True):
-            ops.prepare(call.caches, layout)
-        self._copier.rebind()
-        with self._changed:
-            self._paused = False
+        self._bind(CopyPlan.of(self._plan.calls))
+        with usage.changed:
+            usage.is_paused = False
 
-    def close(self) -> None:
+    def close(self, deadline: float | None = None) -> None:
         """See :meth:`~kvshelf.kv.caches.KVCache.close`."""
-        with self._changed:
-            if self._closed:
-                return
-            self._closed = True
-        self.pause()
-        self._copier.stop()
-        self._thread.join()
+        deadline = time.monotonic() + _CLOSE_SECONDS if deadline is None else deadline
+        with self._usage.changed:
+            was_closed, self._usage.is_closed = self._usage.is_closed, True
+        if not was_closed:
+            self.pause(deadline)
+            self._copier.close(deadline)
 
 
-def _end_thread(copier: Copier, thread: threading.Thread) -> None:
-    copier.stop()
-    if thread is not threading.current_thread():
-        thread.join(_END_SECONDS)
-
-
-def _chunk_copy(first: Sequence[LayerCall], shards: int) -> ChunkCopy:
-    layouts = [_strided(call) for call in first]
-    return ChunkCopy(first, layouts, shards, max(call.end for call in first), slot_count(first))
-
-
-def _strided(call: LayerCall) -> PagedLayout:
-    if isinstance(call.layout, PermutedLayout):
-        raise UnsupportedError(
-            f"the KV caches on {call.caches[0].device} are permuted inside their blocks; gather and"
-            " scatter of such caches exist for CPUs only"
+def _allocate(plan: CopyPlan, nbytes: int, streams: Streams) -> list[Tensor]:
+    """Return device buffers that take so many bytes, at least two."""
+    shards = len(plan.sizes)
+    size = shards * max(plan.sizes)
+    wanted = max(2, min(MOST_BUFFERS, nbytes // size))
+    count = max(2, min(wanted, streams.free_bytes() // _SHARE // size))
+    try:
+        buffers = [plan.allocate(shards) for _ in range(count)]
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"the GPU has no memory for {count} buffers of {size} bytes: give the engine less"
+            " memory, or make chunk_size smaller"
+        ) from error
+    if count < wanted:
+        logger.warning(
+            "the GPU has free memory for only %d of %d buffers of %d bytes: if a step computes more"
+            " chunks, some are stored later",
+            count,
+            wanted,
+            size,
         )
-    return call.layout
-
-
-def _in_blocks(call: LayerCall, layout: PagedLayout) -> bool:
-    """Whether the layers lie inside blocks, each with a shard's part in one large piece."""
-    one_piece = call.parts == 1 and ops.blocks_in_one_piece(layout, call.heads)
-    if len(call.caches) < 2 or not one_piece:
-        return False
-    if layout.block_size * call.heads * layout.row_bytes < DIRECT_BYTES:
-        return False
-    starts = [cache.data_ptr() for cache in call.caches]
-    return max(starts) - min(starts) < layout.block_stride
+    return buffers

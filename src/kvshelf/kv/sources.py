@@ -34,7 +34,7 @@ from kvshelf.format.objects import ObjectFormat
 from kvshelf.format.tensors import native_block_size, required_field
 from kvshelf.kv import ops
 from kvshelf.kv.caches import HostKVCache, KVCache, LayerCall, LayerRun, layer_calls
-from kvshelf.kv.device_tensors import DeviceTensors
+from kvshelf.kv.device import DeviceKVCache
 from kvshelf.kv.layout import PagedLayout, PermutedLayout
 from kvshelf.kv.topology import ShardPlan
 
@@ -703,7 +703,7 @@ def _memory_of(calls: Mapping[int, Sequence[LayerCall]]) -> KVCache:
         raise UnsupportedError(
             f"the tensors lie on {' and '.join(devices)}; pass the KV of one call on one device"
         )
-    return HostKVCache(calls) if devices in ([], ["cpu"]) else DeviceTensors(calls)
+    return HostKVCache(calls) if devices in ([], ["cpu"]) else DeviceKVCache(calls)
 
 
 def _append(calls: list[LayerCall], call: LayerCall) -> None:

@@ -105,7 +105,8 @@ class Piece:
     threads: int = 1
     started: float | None = None
     announced: int = 0
-    #: Mark of the engine's work on the cache's device before the load.
+    #: Mark of the work on the cache's device behind which the load may write to its slots; None:
+    #: behind all of it that is there when the load begins.
     fence: object = None
     #: Threads that are copying into the cache at this moment.
     scattering: int = 0

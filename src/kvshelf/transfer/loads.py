@@ -202,7 +202,8 @@ class Loads(TransferHalf):
         piece.threads = self._chunks_at_once
         usable = True
         cache = self._context.cache
-        if cache is not None and not early and any(item.memory is None for item in items):
+        waits = cache is not None and not early and any(item.memory is None for item in items)
+        if cache is not None and waits and piece.fence is None:
             try:
                 piece.fence = cache.fence()
             except DeviceUnavailableError:

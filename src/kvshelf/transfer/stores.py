@@ -66,6 +66,8 @@ from kvshelf.traces import trace_range
 from kvshelf.transfer.context import ChunkSlots, TransferContext, TransferHalf
 from kvshelf.transfer.store_history import StoreHistory
 
+#: Seconds in which the copy of a store that is given up ends, unless the device hangs.
+_COPY_SECONDS: Final = 1.0
 #: Seconds for which stores probe after a write found an object there.
 _PROBES_SECONDS: Final = 60.0
 
@@ -254,16 +256,17 @@ class Stores(TransferHalf):
                 (self._promised if promised else self._queue).append(job)
                 self._work.notify()
                 return StoreOutcome.QUEUED
-        self._release(job)
+        self._give_up(job)
         return self._drop(item.chunk, StoreOutcome.UNAVAILABLE)
 
     @property
     def room(self) -> int:
-        """How many further chunks the memory for stores has room for."""
-        share = self._context.shares.stores
+        """How many further chunks the memory for stores, and a device's buffers, have room for."""
+        share, cache = self._context.shares.stores, self._context.cache
         room = max(0, share.limit - share.pinned_bytes) // self._places.slot_bytes
         # A share that has nothing may take a slot in any case.
-        return room or int(not share.pinned_bytes)
+        room = room or int(not share.pinned_bytes)
+        return room if cache is None else min(room, cache.room)
 
     def await_room(self, seconds: float) -> None:
         """Wait until the memory for stores has room for a chunk, and not longer than `seconds`."""
@@ -314,9 +317,7 @@ class Stores(TransferHalf):
                 if isinstance(error, BoundReachedError):
                     result = StoreResult.DROPPED
             finally:
-                # A disk tier may hold it longer.
-                self._memory.ring.abandon(job.slot)
-                self._memory.ring.release(self._context.shares.stores, [job.slot])
+                self._release(job)
                 self._end(threading.get_ident(), job, result)
 
     def _next_job(self) -> _StoreJob | None:
@@ -457,16 +458,27 @@ class Stores(TransferHalf):
             # Those that are lost are counted at the close.
             if result is not StoreResult.LOST:
                 self._drop(job.chunk, StoreOutcome.UNAVAILABLE)
-            self._release(job)
+            self._give_up(job)
             with self._lock:
                 self._forget(job)
             self._report(job, result)
 
     def _release(self, job: _StoreJob) -> None:
-        # A device that is still copying into a buffer would write into memory of another owner.
+        """Give a job's memory back. A disk tier may hold it longer.
+
+        Memory that a device may still write to is given to nobody else.
+        """
+        self._memory.ring.abandon(job.slot)
+        if job.pending.done():
+            self._memory.ring.release(self._context.shares.stores, [job.slot])
+        else:
+            self._counters.add("stuck_threads")
+
+    def _give_up(self, job: _StoreJob) -> None:
+        """Give the memory of a job back that no thread has begun."""
         with contextlib.suppress(RuntimeError):
-            job.pending.wait()
-        self._memory.ring.release(self._context.shares.stores, [job.slot])
+            job.pending.wait(time.monotonic() + _COPY_SECONDS)
+        self._release(job)
 
     def drain(self, seconds: float) -> int:
         """Wait until all stores are published; return how many were not in time."""

@@ -24,6 +24,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 
 from kvshelf.backends import Properties
 from kvshelf.format.kinds import DRAFT, KINDS, Kind
@@ -116,6 +117,7 @@ class Transfers:
         items: Mapping[Kind, Sequence[ChunkSlots]],
         patience: Sequence[float] = (),
         at_once: int = 0,
+        fences: Mapping[Kind, object] = MappingProxyType({}),
     ) -> Load:
         """Start to load chunks into the paged caches; returns at once.
 
@@ -133,6 +135,9 @@ class Transfers:
             the load is never cut.
         at_once : int
             Chunks of each kind behind those that have arrived that are read at once; 0: no bound.
+        fences : Mapping[Kind, object]
+            What :meth:`KVCache.fence` of the caches of each kind returned when their slots were
+            free; where it is missing, they are marked now.
         """
         kinds = [(kind, loads) for kind, loads in self.loads.items() if kind in items]
         begun = time.monotonic()
@@ -148,6 +153,7 @@ class Transfers:
                 items[kind],
                 cuts=cuts * len(items[kind]) if len(cuts) == 1 else cuts,
                 at_once=at_once,
+                fence=fences.get(kind),
                 on_done=functools.partial(self._piece_done, load, kind),
             )
             for kind, _ in kinds

@@ -17,6 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 )
 
 from kvshelf.metrics import (
+    COPIERS,
     COUNTERS,
     FAMILIES,
     GAUGES,
@@ -28,6 +29,8 @@ from kvshelf.metrics import (
 )
 
 _MB = 1 << 20
+#: The gauge of each copier.
+_OF_COPIERS = {copier: name for copier, (name, _) in COPIERS.items()}
 
 
 @dataclass
@@ -82,7 +85,7 @@ class ShelfStats(KVConnectorStats):
                 mean = times[-1] / sum(times[:-1])
                 fields[f"Avg {operation} (ms)"] = round(mean * 1e3, 3)
         for name in GAUGES:
-            if name in data:
+            if name in data and name not in _OF_COPIERS.values():
                 value = _merged(name, data[name])
                 if name.endswith("_bytes"):
                     fields[_words(name.removesuffix("_bytes")) + " MB"] = round(value / _MB, 1)
@@ -170,8 +173,12 @@ class ShelfPromMetrics(KVConnectorPromMetrics):
         operations, buckets = {name: name for name in OPERATIONS}, list(TIME_BOUNDS)
         meaning = "duration of one operation in seconds"
         expose(self._histogram_cls, TIMES, meaning, "operation", operations, buckets=buckets)
+        mode: dict[str, Any] = {"multiprocess_mode": "mostrecent"}
+        meaning = "processes whose KV is copied by the implementation that the label names"
+        expose(self._gauge_cls, "copier", meaning, "copier", _OF_COPIERS, **mode)
         for name, (meaning, _) in GAUGES.items():
-            expose(self._gauge_cls, name, meaning, multiprocess_mode="mostrecent")
+            if name not in _OF_COPIERS.values():
+                expose(self._gauge_cls, name, meaning, **mode)
 
     def observe(self, transfer_stats_data: Mapping[str, Any], engine_idx: int = 0) -> None:
         """Add what was measured in one interval."""

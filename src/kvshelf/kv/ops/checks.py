@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import weakref
 from array import array
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Final, Generic, TypeAlias, TypeVar
 
 import torch
@@ -32,9 +32,9 @@ class Caches(Generic[Layout]):
     addresses: array[int]
     device: torch.device
     on_cpu: bool
-    kernels: bool  # the kernels support such caches on their device
-    indexes: dict[tuple[int, ...], array[int]]  # of earlier calls, by what differs between calls
-    anchor: Tensor  # empty, on their device
+    #: What the CPU's and the GPU's copies keep of earlier calls, by what differs between calls.
+    indexes: dict[tuple[int, ...], array[int]]
+    plans: dict[tuple[object, ...], object]
     references: tuple[weakref.ref[Tensor], ...]
 
 
@@ -45,25 +45,18 @@ class Call(Generic[Layout]):
     caches: Sequence[Tensor]
     slots: Tensor
     buffers: Tensor
-    chunks: int
-    tokens: int  # of each chunk
+    tokens: int
     shards: int
     shard_stride: int
     layout: Layout
     known: Caches[Layout]
     first_head: int
     num_heads: int
-
-    def parts(self) -> Iterator[Call[Layout]]:
-        """Split a call into one for each chunk."""
-        for slots, buffers in zip(self.slots, self.buffers, strict=True):
-            yield replace(self, slots=slots, buffers=buffers, chunks=1)
+    starts: Sequence[int] = ()
 
     @property
     def shard_buffers(self) -> Tensor:
-        """The buffers of a call of one chunk: [shards, bytes]."""
-        if self.buffers.dim() == 3:
-            return self.buffers[0]
+        """The buffers: [shards, bytes]."""
         return self.buffers if self.buffers.dim() == 2 else self.buffers.unsqueeze(0)
 
 
@@ -114,10 +107,13 @@ def checked(
     form: Sequence[int] | PermutedLayout,
     first_head: int,
     num_heads: int,
+    starts: Sequence[int] = (),
     *,
     gather: bool,
 ) -> Call[Any]:
     """Check a call except for its slots' values; `form` is the layout, as integers or permuted.
+
+    `starts` is empty, or has the first byte of each layer in a buffer.
 
     Raises
     ------
@@ -130,10 +126,9 @@ def checked(
     known = known_caches_of(caches, form)
     layout = known.layout
 
-    if not slots.is_cpu or slots.dtype != torch.int64 or slots.dim() not in (1, 2):
+    if not slots.is_cpu or slots.dtype != torch.int64 or slots.dim() != 1:
         raise ValueError(
-            f"slot_mapping is {describe(slots)}; expected an int64 CPU tensor [tokens] or "
-            "[chunks, tokens]"
+            f"slot_mapping is {describe(slots)}; expected an int64 CPU tensor [tokens]"
         )
     if not slots.is_contiguous():
         raise ValueError(
@@ -142,26 +137,28 @@ def checked(
         )
     shape = buffers.shape
     dimensions = len(shape)
-    if buffers.device != known.device or buffers.dtype != torch.uint8 or not 1 <= dimensions <= 3:
+    if buffers.device != known.device or buffers.dtype != torch.uint8 or not 1 <= dimensions <= 2:
         raise ValueError(
-            f"{name} is {describe(buffers)}; expected a uint8 tensor [bytes], [chunks, bytes] or "
-            f"[chunks, shards, bytes] on {known.device}, where the caches are"
+            f"{name} is {describe(buffers)}; expected a uint8 tensor [bytes] or [shards, bytes] on"
+            f" {known.device}, where the caches are"
         )
-    chunks, tokens = (1, slots.numel()) if slots.dim() == 1 else slots.shape
-    shards = shape[1] if dimensions == 3 else 1
-    if (shape[0] if dimensions > 1 else 1) != chunks:
-        raise ValueError(
-            f"{name} is {describe(buffers)}, but slot_mapping is {describe(slots)}: there is one "
-            f"buffer for each chunk, so expected {chunks} of them"
-        )
+    tokens, shards = slots.numel(), shape[0] if dimensions == 2 else 1
     if first_head < 0 or num_heads < 1 or first_head + shards * num_heads > layout.heads:
         raise ValueError(
             f"{_heads_text(shards, num_heads)} from head {first_head} on requested, but the cache "
             f"has heads 0 … {layout.heads - 1}; first_head and num_heads must name at least one of "
             "them"
         )
-    expected = len(caches) * layout.chunk_bytes(tokens, num_heads)
-    if shape[-1] != expected:
+    of_layer = layout.chunk_bytes(tokens, num_heads)
+    expected = len(caches) * of_layer
+    if starts:
+        expected = shape[-1]
+        if len(starts) != len(caches) or min(starts) < 0 or max(starts) + of_layer > expected:
+            raise ValueError(
+                f"layers of {of_layer} bytes begin at {list(starts)} of {name}; expected one place"
+                f" for each of {len(caches)} layers, within {expected} bytes"
+            )
+    elif shape[-1] != expected:
         raise ValueError(
             f"{name} has {shape[-1]} bytes; expected {expected} = {len(caches)} layers × "
             f"{layout.kv_planes} KV planes × {tokens} tokens × {num_heads} heads × "
@@ -175,7 +172,6 @@ def checked(
         caches,
         slots,
         buffers,
-        chunks,
         tokens,
         shards,
         shard_stride,
@@ -183,6 +179,7 @@ def checked(
         known,
         first_head,
         num_heads,
+        starts,
     )
 
 
@@ -198,15 +195,14 @@ def _check_buffers(buffers: Tensor, name: str, size: int) -> int:
             f"{name} has strides {list(strides)}; expected contiguous buffers: allocate them "
             "with torch.empty(shape, dtype=torch.uint8)"
         )
-    end = size
-    for stride, count in sorted(zip(strides[:-1], buffers.shape[:-1], strict=True)):
-        if count > 1 and stride < end:
-            raise ValueError(
-                f"{name} has strides {list(strides)}, so that buffers of {size} bytes overlap; "
-                "pass a tensor in which each buffer has its own memory"
-            )
-        end += max(0, count - 1) * stride
-    return strides[1] if buffers.dim() == 3 else 0
+    if buffers.dim() == 1:
+        return 0
+    if buffers.shape[0] > 1 and strides[0] < size:
+        raise ValueError(
+            f"{name} has strides {list(strides)}, so that buffers of {size} bytes overlap; "
+            "pass a tensor in which each buffer has its own memory"
+        )
+    return strides[0]
 
 
 def _check_caches(
@@ -255,9 +251,7 @@ def _check_caches(
         _known_caches.pop(key, None)
 
     references = tuple(weakref.ref(cache, forget) for cache in caches)
-    kernels = device.type in library.KERNEL_DEVICES and not isinstance(layout, PermutedLayout)
-    anchor = torch.empty(0, dtype=torch.uint8, device=device)
-    known = Caches(layout, addresses, device, first.is_cpu, kernels, {}, anchor, references)
+    known = Caches(layout, addresses, device, first.is_cpu, {}, {}, references)
     if len(_known_caches) >= MAX_KNOWN:
         _known_caches.clear()
     _known_caches[key] = known
@@ -279,13 +273,10 @@ def bad_slot_error(slot: int, position: int, layout: PagedLayout | PermutedLayou
 
 def check_slot_values(slots: Tensor, layout: PagedLayout | PermutedLayout) -> None:
     """Check by plain torch that each slot is −1 or one of the layout's."""
-    if slots.numel() == 0:
-        return
-    low, high = (int(bound) for bound in torch.aminmax(slots))
-    if low < -1 or high >= layout.num_slots:
-        flat = slots.reshape(-1)
-        position = int(((flat < -1) | (flat >= layout.num_slots)).nonzero()[0])
-        raise bad_slot_error(int(flat[position]), position, layout)
+    bad = ((slots < -1) | (slots >= layout.num_slots)).nonzero()
+    if len(bad):
+        position = int(bad[0])
+        raise bad_slot_error(int(slots[position]), position, layout)
 
 
 def check_slots(slot_mapping: Tensor, layout: PagedLayout) -> None:
@@ -313,13 +304,6 @@ def check_slots(slot_mapping: Tensor, layout: PagedLayout) -> None:
     position = compiled.check_slots(slots.data_ptr(), slots.numel(), layout.num_slots)
     if position >= 0:
         raise bad_slot_error(int(slots.view(-1)[position]), position, layout)
-
-
-def blocks_in_one_piece(layout: PagedLayout, num_heads: int) -> bool:
-    """Whether K and V of `num_heads` heads of a block are each contiguous in the cache."""
-    return (num_heads == 1 or layout.head_stride == layout.row_bytes) and (
-        layout.block_size == 1 or layout.token_stride == num_heads * layout.row_bytes
-    )
 
 
 def _check_permuted(slots: Tensor, buffer: Tensor, name: str) -> None:

@@ -5,20 +5,20 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
-from typing import Any, Final, cast
+from typing import Any, Final, Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
 from kvshelf.kv.layout import PagedLayout, PermutedLayout
-from kvshelf.kv.ops.checks import Call, check_slot_values, checked, known_caches_of
-from kvshelf.kv.ops.choice import implementation, triton_copy
+from kvshelf.kv.ops import kernel, library
+from kvshelf.kv.ops.checks import checked, known_caches_of
 from kvshelf.kv.ops.compiled import run_compiled
+from kvshelf.kv.ops.kernel import run_kernel
 from kvshelf.kv.ops.torch_copy import copy_torch
 
-_LIBRARY: Final = cast(Any, torch.library).Library("kvshelf", "DEF")
+Implementation: TypeAlias = Literal["cuda", "cpp", "torch"]
 
 
 def gather_kv(
@@ -28,6 +28,7 @@ def gather_kv(
     layout: PagedLayout | PermutedLayout,
     first_head: int = 0,
     num_heads: int | None = None,
+    starts: Sequence[int] = (),
 ) -> None:
     """Copy the KV of tokens out of paged caches into buffers.
 
@@ -36,18 +37,20 @@ def gather_kv(
     caches : sequence of Tensor
         One paged cache for each layer; all of the same shape, strides, dtype and device.
     slot_mapping : Tensor
-        int64 [tokens] or [chunks, tokens], contiguous; each −1 or
-        ``0 <= slot < layout.num_slots``. On the CPU.
+        int64 [tokens], CPU, contiguous; each −1 or ``0 <= slot < layout.num_slots``.
     out : Tensor
-        uint8 [bytes], [chunks, bytes] or [chunks, shards, bytes] with bytes = layers ×
-        kv_planes × tokens × num_heads × row_bytes, each buffer contiguous, on the caches'
-        device. Every byte is written; those of −1 slots become zero.
+        uint8 [bytes] or [shards, bytes] with bytes = layers × kv_planes × tokens × num_heads ×
+        row_bytes, each buffer contiguous, on the caches' device. Every byte is written; those of
+        −1 slots become zero.
     layout : PagedLayout or PermutedLayout
         How rows lie in each cache.
     first_head : int, optional
         The first KV head to copy; it belongs to the first shard.
     num_heads : int, optional
         KV heads of each shard; when absent, all heads from ``first_head`` on.
+    starts : sequence of int, optional
+        The first byte of each layer in a buffer, which may hold more than these layers. When
+        absent, the layers follow each other, and fill it.
 
     Raises
     ------
@@ -56,7 +59,7 @@ def gather_kv(
     RuntimeError
         If the GPU or its driver fails.
     """
-    _call(True, caches, slot_mapping, out, layout, first_head, num_heads)
+    _call(True, caches, slot_mapping, out, layout, first_head, num_heads, starts)
 
 
 def scatter_kv(
@@ -66,12 +69,13 @@ def scatter_kv(
     layout: PagedLayout | PermutedLayout,
     first_head: int = 0,
     num_heads: int | None = None,
+    starts: Sequence[int] = (),
 ) -> None:
     """Copy the KV of tokens from buffers into paged caches.
 
     Parameters
     ----------
-    caches, layout, first_head, num_heads
+    caches, layout, first_head, num_heads, starts
         As for :func:`gather_kv`.
     slot_mapping : Tensor
         As for :func:`gather_kv`; −1 = skip. What a slot that occurs twice receives is not
@@ -84,7 +88,7 @@ def scatter_kv(
     ValueError, RuntimeError
         As for :func:`gather_kv`.
     """
-    _call(False, caches, slot_mapping, chunk, layout, first_head, num_heads)
+    _call(False, caches, slot_mapping, chunk, layout, first_head, num_heads, starts)
 
 
 def _call(
@@ -95,16 +99,17 @@ def _call(
     layout: PagedLayout | PermutedLayout,
     first_head: int,
     num_heads: int | None,
+    starts: Sequence[int],
 ) -> None:
     heads = _heads_of_a_shard(layout, buffers, first_head, num_heads)
     if isinstance(layout, PermutedLayout):
         _copy(gather, caches, slot_mapping, buffers, layout, first_head, heads)
     elif _unwatched(buffers):
-        _copy(gather, caches, slot_mapping, buffers, layout.as_ints(), first_head, heads)
+        _copy(gather, caches, slot_mapping, buffers, layout.as_ints(), first_head, heads, starts)
     else:
         operators = torch.ops.kvshelf
         operator = operators.gather_kv if gather else operators.scatter_kv
-        operator.default(caches, slot_mapping, buffers, layout.as_ints(), first_head, heads)
+        operator(caches, slot_mapping, buffers, layout.as_ints(), first_head, heads, starts)
 
 
 def _unwatched(chunk: Tensor) -> bool:
@@ -120,8 +125,27 @@ def _unwatched(chunk: Tensor) -> bool:
     )
 
 
+def implementation(device: torch.device | str = "cpu") -> Implementation:
+    """Return the implementation that is used for caches on a device now.
+
+    Parameters
+    ----------
+    device : torch.device or str
+        ``cpu``, ``cuda``, ``cuda:1``, …
+
+    Raises
+    ------
+    ConfigError
+        If ``KVSHELF_OPS`` has an unknown value, or names an implementation that is missing.
+    """
+    device = torch.device(device)
+    if device.type == "cpu":
+        return "torch" if library.compiled_library() is None else "cpp"
+    return "torch" if kernel.kernel_problem(device) else "cuda"
+
+
 def prepare(caches: Sequence[Tensor], layout: PagedLayout) -> None:
-    """Check caches and load their implementation, so that the next call only copies.
+    """Check caches, and begin to compile the kernel for their device.
 
     Parameters
     ----------
@@ -134,8 +158,10 @@ def prepare(caches: Sequence[Tensor], layout: PagedLayout) -> None:
     ------
     ValueError
         If the caches are not of one kind or the layout reaches beyond them.
+    ConfigError
+        If ``KVSHELF_OPS`` is ``cuda``, and the kernel cannot be used on their device.
     """
-    implementation(known_caches_of(caches, layout.as_ints()).device)
+    kernel.prepare(known_caches_of(caches, layout.as_ints()).device)
 
 
 def _heads_of_a_shard(
@@ -143,9 +169,9 @@ def _heads_of_a_shard(
 ) -> int:
     if num_heads is not None:
         return num_heads
-    if buffers.dim() != 3:
+    if buffers.dim() != 2:
         return layout.heads - first_head
-    shards = buffers.shape[1]
+    shards = buffers.shape[0]
     left = layout.heads - first_head
     if shards < 1 or left % shards:
         raise ValueError(
@@ -163,29 +189,26 @@ def _copy(
     layout: Sequence[int] | PermutedLayout,
     first_head: int,
     num_heads: int,
+    starts: Sequence[int] = (),
 ) -> None:
-    call = checked(caches, slot_mapping, buffers, layout, first_head, num_heads, gather=gather)
-    if call.chunks == 1:
-        _copy_chunk(gather, call)
+    call = checked(
+        caches, slot_mapping, buffers, layout, first_head, num_heads, starts, gather=gather
+    )
+    if call.known.on_cpu:
+        if run_compiled(call, gather=gather):
+            return
+    elif isinstance(call.layout, PagedLayout) and run_kernel(call, gather=gather):
         return
-    # A bad slot of any chunk is found before anything is copied.
-    check_slot_values(call.slots, call.layout)
-    for part in call.parts():
-        _copy_chunk(gather, part)
-
-
-def _copy_chunk(gather: bool, call: Call[Any]) -> None:
-    if run_compiled(call, gather=gather):
+    if not call.starts:
+        copy_torch(call, gather=gather)
         return
-    strided = isinstance(call.layout, PagedLayout)
-    by_triton = triton_copy(call.known.device) if strided else None
-    (copy_torch if by_triton is None else by_triton)(call, gather=gather)
+    size, layout = call.layout.chunk_bytes(call.tokens, call.num_heads), call.layout.as_ints()
+    for cache, start in zip(call.caches, call.starts, strict=True):
+        part = call.buffers[..., start : start + size]
+        _copy(gather, [cache], call.slots, part, layout, call.first_head, call.num_heads)
 
 
-def _fake(*_: object) -> None:
-    """Shape function of both operators: they return nothing and only write."""
-
-
+_LAYOUT: Final = "int[] layout, int first_head, int num_heads, int[] starts) -> ()"
 # The layout argument contains the caches' strides, so a compiler must pass the caches on with
 # exactly these strides.
 _TAGS: Final = (
@@ -194,14 +217,26 @@ _TAGS: Final = (
 )
 
 
-for _gather, _form in (
-    (True, "gather_kv(Tensor[] caches, Tensor slot_mapping, Tensor(a!) out"),
-    (False, "scatter_kv(Tensor(a!)[] caches, Tensor slot_mapping, Tensor chunk"),
-):
-    _operator = _LIBRARY.define(
-        f"{_form}, int[] layout, int first_head, int num_heads) -> ()", tags=_TAGS
-    )
-    _LIBRARY.impl(_operator, functools.partial(_copy, _gather), "CompositeExplicitAutograd")
-    # Kernels of the meta device serve fake tensors, like ``torch.library.register_fake``, which
-    # searches all loaded modules for the source of each function: 10 ms each at import.
-    _LIBRARY.impl(_operator, _fake, "Meta")
+@torch.library.custom_op(
+    "kvshelf::gather_kv",
+    mutates_args=("out",),
+    schema=f"(Tensor[] caches, Tensor slot_mapping, Tensor(a!) out, {_LAYOUT}",
+    tags=_TAGS,
+)
+def _gather(*arguments: Any) -> None:
+    _copy(True, *arguments)
+
+
+@torch.library.custom_op(
+    "kvshelf::scatter_kv",
+    mutates_args=("caches",),
+    schema=f"(Tensor(a!)[] caches, Tensor slot_mapping, Tensor chunk, {_LAYOUT}",
+    tags=_TAGS,
+)
+def _scatter(*arguments: Any) -> None:
+    _copy(False, *arguments)
+
+
+# They return nothing and only write.
+for _operator in (_gather, _scatter):
+    _operator.register_fake(lambda *_: None)

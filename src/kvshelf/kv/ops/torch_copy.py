@@ -22,14 +22,14 @@ WORDS: Final = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.
 
 
 def copy_torch(call: Call[Any], *, gather: bool) -> None:
-    """Execute a checked call of one chunk.
+    """Execute a checked call.
 
     Raises
     ------
     ValueError
         If a slot is not in the cache.
     """
-    slots, device = call.slots.view(-1), call.known.device
+    slots, device = call.slots, call.known.device
     check_slot_values(slots, call.layout)
     if call.tokens == 0:
         return

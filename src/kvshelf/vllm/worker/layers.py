@@ -45,7 +45,6 @@ from kvshelf.errors import ConfigError, size_text
 from kvshelf.format.kinds import Kind
 from kvshelf.format.namespace import Namespace
 from kvshelf.format.objects import ObjectFormat
-from kvshelf.kv import ops
 from kvshelf.kv.caches import KVCache
 from kvshelf.kv.topology import ShardPlan, shard_plans
 from kvshelf.vllm.metadata import WorkerReport
@@ -174,7 +173,6 @@ class StoredLayers:
             kv_caches, vllm_config, config, groups, modules, of_drafter=self.of_drafter
         )
         self._report = report = self.caches.report
-        ops.check_served(self.caches.device)
         stages = int(vllm_config.parallel_config.pipeline_parallel_size)
         if stages > 1:
             config_overrides(vllm_config.model_config, config)

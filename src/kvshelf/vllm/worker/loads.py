@@ -3,7 +3,8 @@
 Contracts
 ---------
 * The step thread waits for no device. A load writes to its blocks after everything that was
-  enqueued on the engine's stream when it started, such as the zeroing of new blocks.
+  enqueued on the engine's stream when its step began, such as the zeroing of new blocks: they were
+  free then, and the step's forward pass does not touch them.
 * A load is begun once, with the blocks that the step's metadata name. One that a step could not
   begin is named by the next step.
 * Every load that the scheduler planned is reported to vLLM as finished once, whether it succeeded
@@ -19,12 +20,14 @@ Contracts
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from kvshelf.errors import DeviceUnavailableError
 from kvshelf.format.kinds import DRAFT, FULL, WINDOW, Kind, kind_key
 from kvshelf.transfer.context import ChunkSlots
 from kvshelf.transfer.load import Failure, Load
@@ -88,6 +91,8 @@ class WorkerLoads:
     _idle: bool = field(default=False, init=False)
     #: Loads that the step names and that have not begun, and the number of the last that has.
     _planned: list[LoadOp] = field(default_factory=list, init=False)
+    #: Marks of the work on the device that was there when the step began.
+    _fences: dict[Kind, object] = field(default_factory=dict, init=False)
     _begun: int = field(default=0, init=False)
     _ops: dict[Load, LoadOp] = field(default_factory=dict, init=False)
     #: Loads whose KV must not be used, whatever their transfer reports.
@@ -105,6 +110,9 @@ class WorkerLoads:
         self._block_size = manager_block_size(*engine)
         #: The engine has several cache groups, or states.
         self._hybrid = CacheGroups(*engine).hybrid
+        #: With drafts vLLM frees blocks of windows before it knows how many drafts are accepted.
+        #: The step's forward pass may read a load's blocks then, and the load waits for it.
+        self._frees_blocks_early = getattr(engine[0], "speculative_config", None) is not None
 
     # ------------------------------------------------------------- begin
 
@@ -112,6 +120,11 @@ class WorkerLoads:
         """Take the loads of a step, for :meth:`start`."""
         self._idle = meta.idle
         self._planned = [op for op in meta.loads if op.number > self._begun]
+        self._fences = {}
+        if self._planned and not self._frees_blocks_early:
+            with contextlib.suppress(DeviceUnavailableError):  # noticed again by :meth:`start`
+                for kind, of_kind in self.registration.model.kinds.items():
+                    self._fences[kind] = of_kind.cache.fence()
 
     def start(self) -> None:
         """Start the loads that the step names, once."""
@@ -134,7 +147,12 @@ class WorkerLoads:
         if transfers is None or not usable or not (op.chunks or op.windows or op.states):
             return None
         load = transfers.load(
-            op.request_id, self.registration.views, self._items(op), op.patience, op.at_once
+            op.request_id,
+            self.registration.views,
+            self._items(op),
+            op.patience,
+            op.at_once,
+            self._fences,
         )
         self._ops[load] = op
         return load

@@ -21,7 +21,6 @@ from kvshelf.backends import Properties
 from kvshelf.config import DEFAULT_MEMORY, Config
 from kvshelf.format.kinds import STATE, Kind
 from kvshelf.format.objects import ObjectFormat
-from kvshelf.kv.device import DEFAULT_RING
 from kvshelf.kv.topology import ShardPlan
 from kvshelf.memory.chunk_memory import ChunkMemory, Regions
 from kvshelf.memory.ring import rounded
@@ -54,17 +53,6 @@ def io_threads(
     ranks = stage_ranks(vllm_config)
     idle = min(_MOST_IDLE_CORES, len(os.sched_getaffinity(0)) // (2 * ranks))
     return max(2, loads, idle), max(1, stores, idle // 2)
-
-
-def device_ring(vllm_config: Any, config: Config, kind: Kind) -> int:
-    """Return how many chunks may be on their way from the device at once.
-
-    A step's chunks are gathered at once, much faster than they reach the host. If a step completes
-    more chunks than this, some are not stored. A step stores few states, which are many times as
-    large as a chunk's KV.
-    """
-    chunks = _chunks_per_step(vllm_config, config)
-    return DEFAULT_RING if kind == STATE else max(DEFAULT_RING, chunks)
 
 
 def take_memory(

@@ -38,7 +38,7 @@ from kvshelf.format.namespace import Namespace
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.kv import ops
 from kvshelf.kv.caches import HostKVCache, KVCache, layer_calls
-from kvshelf.kv.device import DeviceKVCache
+from kvshelf.kv.device import BUFFER_BYTES, DeviceKVCache
 from kvshelf.kv.streams import Streams
 from kvshelf.kv.topology import ShardPlan
 from kvshelf.logs import RateLimitedLog
@@ -52,7 +52,7 @@ from kvshelf.transfer.transfers import Transfers
 from kvshelf.vllm.affinity import widen_cpu_affinity
 from kvshelf.vllm.metadata import Orders
 from kvshelf.vllm.worker.layers import KindCache, StoredLayers, drafter_of, has_own_layers
-from kvshelf.vllm.worker.memory import device_ring, io_threads, take_memory
+from kvshelf.vllm.worker.memory import io_threads, take_memory
 from kvshelf.vllm.worker.slots import TokenSlots
 
 logger = logging.getLogger(__name__)
@@ -206,10 +206,11 @@ class Registration:
             name = DRAFT if layers.of_drafter else kind
             slot_bytes = ChunkPlaces(self.host, formats[kind], plan.shards).slot_bytes
             self.host.serve((None, name), threads, slot_bytes)
-            layers.kinds[name] = self._kind_cache(layers, formats[kind], plan, threads - 1)
+            buffer_bytes = BUFFER_BYTES // len(plans)
+            layers.kinds[name] = self._kind_cache(layers, formats[kind], plan, buffer_bytes)
 
     def _kind_cache(
-        self, layers: StoredLayers, fmt: ObjectFormat, plan: ShardPlan, load_threads: int
+        self, layers: StoredLayers, fmt: ObjectFormat, plan: ShardPlan, buffer_bytes: int
     ) -> KindCache:
         assert layers.caches is not None and self.host is not None
         caches = layers.caches.kinds.get(fmt.kind)
@@ -234,14 +235,8 @@ class Registration:
         if not self.on_device:
             cache = HostKVCache(calls)
         else:
-            cache = DeviceKVCache(
-                calls,
-                # A worker that holds only parts of shards stores nothing, so it needs one buffer.
-                ring=1 if plan.divided else device_ring(self.vllm_config, self.config, fmt.kind),
-                loads=load_threads,
-                pinned=self.host.is_page_locked,
-                streams=self.streams(layers.caches.device),
-            )
+            streams = self.streams(layers.caches.device)
+            cache = DeviceKVCache(calls, buffer_bytes=buffer_bytes, streams=streams)
         return KindCache(fmt, cache, plan, slots)
 
     # ------------------------------------------------------------- namespaces

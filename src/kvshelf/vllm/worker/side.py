@@ -11,7 +11,8 @@ the memory for chunks at once, between caches on a GPU and that memory by :mod:`
 Contracts
 ---------
 * All methods run on the worker's step thread and never touch storage.
-* Loads into caches on a device start in ``start_load_kv``, behind the forward pass.
+* Loads into caches on a device start in ``start_load_kv``. On the device they wait for what was
+  enqueued when the step began, not for its forward pass.
 * From the moment that an engine sleeps until it is awake nothing touches the caches. A device
   that failed is not used again: the engine continues without a cache.
 * A step waits for loads where the scheduler says that no other rank waits for the step.
@@ -31,6 +32,8 @@ import torch
 
 from kvshelf.backends.breaker import BreakerState
 from kvshelf.errors import UnsupportedError
+from kvshelf.kv import ops
+from kvshelf.metrics import COPIERS
 from kvshelf.urls import directory_of
 from kvshelf.vllm.adapters import LoadedAdapters
 from kvshelf.vllm.messages import Inbox, Outbox
@@ -185,11 +188,12 @@ class WorkerSide:
             self.registration.open_drafts(*meta.draft_namespace)
         if meta.prefetches:
             self.loads.read_ahead(meta.prefetches)
-        # On a CPU no work of an earlier step is in flight when a step begins, so loads need not
-        # wait until this step's forward pass is enqueued. Nor need they on a device: vLLM has
-        # enqueued the zeroing and the copies of blocks that belong to this step
-        # (``_update_states`` in vllm/v1/worker/gpu_model_runner.py, ``update_requests`` in
-        # vllm/v1/worker/gpu/model_runner.py), and no request of the step has a load's blocks.
+        # On a CPU no work of an earlier step is in flight when a step begins, so loads start now.
+        # On a device they start once the forward pass is enqueued, which is not to be held up. They
+        # wait for nothing of it: by now vLLM has enqueued the zeroing and the copies of blocks that
+        # belong to this step (``_update_states`` in vllm/v1/worker/gpu_model_runner.py,
+        # ``update_requests`` in vllm/v1/worker/gpu/model_runner.py), and no request of the step has
+        # a load's blocks.
         if meta.loads and not self.registration.on_device:
             self.loads.start()
 
@@ -256,6 +260,10 @@ class WorkerSide:
         host = self.registration.host
         if host is not None:
             host.report()
+        caches = self.registration.model.caches
+        used = None if caches is None else ops.implementation(caches.device)
+        for copier, (name, _) in COPIERS.items():
+            self.counters.set_gauge(name, int(copier == used))
         shelf = self._assembly.shelf()
         if shelf is not None:
             guard = shelf.backend

@@ -15,13 +15,15 @@ import contextlib
 import functools
 import random
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, int64
 
-from tests.native.fake_streams import StreamsOfThreads
+from kvshelf.kv.device import DeviceKVCache
+from kvshelf.kv.streams import Streams
 
 PATIENCE = 60.0
 
@@ -33,19 +35,13 @@ class SimulatedStream:
         self.streams = streams
         self.name = name
         self.entries: deque[tuple[str, Any]] = deque()
-        #: Bytes of copies to or from the host that are enqueued and not done, and the most of them
-        #: and of one of them so far; and the time that all that were done have taken.
-        self.queued = self.most_queued = self.largest = self.nanoseconds = 0
 
-    def finish(self) -> None:
-        """Wait for all that is enqueued here."""
-        streams = self.streams
-        with streams.changed:
-            streams.check("finish")
-            done = streams.wait_for(
-                lambda: bool(streams.error) or not (self.entries or streams._executing)
-            )
-            assert done, "the stream never came to an end"
+    def synchronize(self) -> None:
+        event = SimulatedEvent(self.streams)
+        with self.streams.changed:
+            event.recorded = 1
+            self.streams.put(self, ("record", (event, 1)))
+            self.streams.wait_for(lambda: bool(self.streams.error) or event.reached > 0)
 
     def wait_event(self, event: SimulatedEvent) -> None:
         self.streams.check("wait")
@@ -59,7 +55,6 @@ class SimulatedEvent:
         self.streams = streams
         self.recorded = 0
         self.reached = 0
-        self.nanoseconds = 0
 
     def record(self, stream: SimulatedStream) -> None:
         with self.streams.changed:
@@ -72,18 +67,9 @@ class SimulatedEvent:
             self.streams.check("query")
             return self.reached >= self.recorded
 
-    def synchronize(self) -> None:
-        streams = self.streams
-        with streams.changed:
-            streams.check("synchronize")
-            target = self.recorded
-            done = streams.wait_for(lambda: bool(streams.error) or self.reached >= target)
-            assert done, "the device never came so far"
-            streams.check()
 
-
-class SimulatedStreams(StreamsOfThreads[SimulatedStream]):
-    """The streams of the device; see :class:`kvshelf.kv.device.Streams`.
+class SimulatedStreams(Streams):
+    """The streams of the device; see :class:`kvshelf.kv.streams.Streams`.
 
     Parameters
     ----------
@@ -92,21 +78,28 @@ class SimulatedStreams(StreamsOfThreads[SimulatedStream]):
     engine_at_once : bool
         What is enqueued on the engine's stream is done at once: for a real engine, whose own work
         is done on the host.
-    rate : float
-        Bytes per second of the copies to and from the host.
 
     Attributes
     ----------
     faults : set of str
         What fails when kvshelf asks for it, though the engine's own work goes on: ``event``,
-        ``record``, ``query``, ``synchronize``, ``wait``, ``enqueue``. Once one has failed, queries
-        fail too, as after an error for good.
+        ``record``, ``query``, ``wait``, ``enqueue``, ``copy``. Once one has failed, queries fail
+        too, as after an error for good.
     once : set of str
         What fails the next time only.
+    free : int
+        Bytes of its memory that are free.
+    log : list of (str, str)
+        What was enqueued, and the name of its stream: ``copy``, ``work``, ``wait``, ``record``.
+    most_copies : dict of str to int
+        The most copies to or from the host that were under way at once, by names of streams.
     """
 
-    def __init__(self, seed: int = 0, *, engine_at_once: bool = False, rate: float = 10e9) -> None:
-        self.rate = rate
+    def __init__(self, seed: int = 0, *, engine_at_once: bool = False) -> None:
+        self.free = 1 << 40
+        self.log: list[tuple[str, str]] = []
+        self.copies: Counter[str] = Counter()
+        self.most_copies: dict[str, int] = {}
         self.faults: set[str] = set()
         self.once: set[str] = set()
         self._failed = ""
@@ -135,36 +128,46 @@ class SimulatedStreams(StreamsOfThreads[SimulatedStream]):
         self.check("event")
         return SimulatedEvent(self)
 
+    def current(self) -> SimulatedStream:
+        found: SimulatedStream = getattr(self._local, "stream", self.engine)
+        return found
+
+    @contextlib.contextmanager
+    def use(self, stream: SimulatedStream) -> Iterator[None]:
+        before = self.current()
+        self._local.stream = stream
+        try:
+            yield
+        finally:
+            self._local.stream = before
+
+    def here(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
     def free_bytes(self) -> int:
-        return 1 << 40
+        return self.free
 
     def enqueue(self, work: Callable[..., object], *arguments: Any) -> None:
+        self.check("enqueue")
+        # Copies are between device and host: all else is the kernel's of kvshelf.kv.ops.
         if getattr(work, "__name__", "") == "copy_":
-            # Between device and host: all others are the kernels' of kvshelf.kv.ops.
-            self.work(self.current(), functools.partial(work, *arguments), arguments[0].numel())
-            return
-        self.check("enqueue")
-        self.do(work, *arguments)
+            self.check("copy")
+            mode = torch.inference_mode(torch.is_inference_mode_enabled())
+            self._copy(self.current(), mode(functools.partial(work, *arguments)))
+        else:
+            self.do(work, *arguments)
 
-    # What the compiled library uses besides
-
-    def nanoseconds(self, first: SimulatedEvent, second: SimulatedEvent) -> int:
-        return second.nanoseconds - first.nanoseconds
-
-    def work(self, stream: SimulatedStream, run: Callable[[], object], nbytes: int) -> None:
-        self.check("enqueue")
+    def _copy(self, stream: SimulatedStream, run: Callable[[], object]) -> None:
+        name = stream.name
 
         def done() -> None:
             run()
-            with self.changed:
-                stream.queued -= nbytes
-                stream.nanoseconds += int(nbytes * 1e9 / self.rate)
+            self.copies[name] -= 1
 
         with self.changed:
-            stream.queued += nbytes
-            stream.most_queued = max(stream.most_queued, stream.queued)
-            stream.largest = max(stream.largest, nbytes)
-        self.put(stream, ("work", (done, [])))
+            self.copies[name] += 1
+            self.most_copies[name] = max(self.copies[name], self.most_copies.get(name, 0))
+        self.put(stream, ("copy", (done, [])))
 
     # What tests use
 
@@ -254,11 +257,11 @@ class SimulatedStreams(StreamsOfThreads[SimulatedStream]):
         with self.changed:
             self.check()
             kind, what = entry
+            self.log.append((kind, stream.name))
             if stream is self.engine and self._engine_at_once and kind == "record":
                 what[0].reached = what[1]
-                what[0].nanoseconds = stream.nanoseconds
             elif stream is self.engine and self._engine_at_once:
-                assert kind == "work", "the engine's stream waits for nothing"
+                assert kind in ("work", "copy"), "the engine's stream waits for nothing"
                 what[0](*what[1])
             else:
                 stream.entries.append(entry)
@@ -292,12 +295,11 @@ class SimulatedStreams(StreamsOfThreads[SimulatedStream]):
                 if kind == "record":
                     event, generation = what
                     event.reached = max(event.reached, generation)
-                    event.nanoseconds = self.streams[number].nanoseconds
-                self._executing = kind == "work"
+                self._executing = kind in ("work", "copy")
                 self.changed.notify_all()
             if lazy:
                 threading.Event().wait(0.001)
-            if kind == "work":
+            if kind in ("work", "copy"):
                 self._work(number, *what)
 
     def _work(self, number: int, work: Callable[..., object], arguments: list[Any]) -> None:
@@ -311,3 +313,8 @@ class SimulatedStreams(StreamsOfThreads[SimulatedStream]):
             with self.changed:
                 self._executing = False
                 self.changed.notify_all()
+
+
+def on_a_device(calls: Any, **options: Any) -> DeviceKVCache:
+    """Caches on a device where all of the engine's own work is done at once."""
+    return DeviceKVCache(calls, streams=SimulatedStreams(engine_at_once=True), **options)

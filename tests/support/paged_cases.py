@@ -16,39 +16,40 @@ from tests.support.paged import DTYPES, FORMS, Paged, make_paged
 
 @dataclass
 class Case:
-    """A call: caches, slots of all chunks one after another, and heads."""
+    """A call: caches, slots, and heads."""
 
     paged: Paged
     slots: list[int]
-    chunks: int
     shards: int
     first_head: int
     heads: int  # of each shard
 
     @property
     def tokens(self) -> int:
-        return len(self.slots) // self.chunks
+        return len(self.slots)
 
     @property
     def mapping(self) -> Tensor:
-        return torch.tensor(self.slots, dtype=torch.int64).view(self.chunks, self.tokens)
+        return torch.tensor(self.slots, dtype=torch.int64)
 
     @property
     def buffer_bytes(self) -> int:
         return len(self.paged.caches) * self.paged.layout.chunk_bytes(self.tokens, self.heads)
 
     def random_buffers(self) -> Tensor:
-        """uint8 [chunks, shards, bytes], always the same for calls of the same size."""
-        shape, generator = (self.chunks, self.shards, self.buffer_bytes), torch.Generator()
+        """uint8 [shards, bytes], always the same for calls of the same size."""
+        shape, generator = (self.shards, self.buffer_bytes), torch.Generator()
         return torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator.manual_seed(1))
 
     def gathered(self) -> Tensor:
-        """[chunks, shards, bytes] that a gather must give."""
-        return self.paged.gathered(self.mapping, self.first_head, self.heads, self.shards)
+        """[shards, bytes] that a gather must give."""
+        slots = self.mapping.unsqueeze(0)
+        return self.paged.gathered(slots, self.first_head, self.heads, self.shards)[0]
 
     def scattered(self, buffers: Tensor) -> list[Tensor]:
-        """What all memory must be after a scatter of [chunks, shards, bytes]."""
-        return self.paged.scattered(self.mapping, buffers, self.first_head, self.heads).memory
+        """What all memory must be after a scatter of [shards, bytes]."""
+        slots, buffers = self.mapping.unsqueeze(0), buffers.unsqueeze(0)
+        return self.paged.scattered(slots, buffers, self.first_head, self.heads).memory
 
 
 @st.composite
@@ -83,15 +84,13 @@ def cases(draw: st.DrawFn) -> Case:
         start = draw(st.integers(0, room))
         count = draw(st.integers(0, room - start))
         slots = slots_of(order, block_size * ratio, start, count).tolist()
-    chunks = draw(st.integers(1, 3))
-    del slots[len(slots) - len(slots) % chunks :]
     for position in range(len(slots)):
         if draw(st.integers(0, 5)) == 0:
             slots[position] = -1
     first = draw(st.integers(0, paged.layout.heads - 1))
     shards = draw(st.integers(1, paged.layout.heads - first))
     heads = draw(st.integers(1, (paged.layout.heads - first) // shards))
-    return Case(paged, slots, chunks, shards, first, heads)
+    return Case(paged, slots, shards, first, heads)
 
 
 @dataclass
@@ -99,18 +98,15 @@ class Buffers:
     """The buffers of a call inside a larger memory, with gaps that must stay as they are."""
 
     memory: Tensor
-    view: Tensor  # [chunks, shards, bytes]
+    view: Tensor  # [shards, bytes]
     used: NDArray[np.bool_]  # of each byte of memory
 
     @classmethod
-    def of(
-        cls, case: Case, lead: int = 0, gap: int = 0, *, shards_outside: bool = False
-    ) -> Buffers:
-        chunks, shards, size = case.chunks, case.shards, case.buffer_bytes
-        step = size + gap
-        memory = torch.full((lead + chunks * shards * step,), 0xAB, dtype=torch.uint8)
-        strides = (step, chunks * step, 1) if shards_outside else (shards * step, step, 1)
-        places = torch.arange(memory.numel()).as_strided((chunks, shards, size), strides, lead)
+    def of(cls, case: Case, lead: int = 0, gap: int = 0) -> Buffers:
+        shards, size = case.shards, case.buffer_bytes
+        shape, strides = (shards, size), (size + gap, 1)
+        memory = torch.full((lead + shards * (size + gap),), 0xAB, dtype=torch.uint8)
+        places = torch.arange(memory.numel()).as_strided(shape, strides, lead)
         used = np.zeros(memory.numel(), dtype=np.bool_)
         used[places.numpy().reshape(-1)] = True
-        return cls(memory, memory.as_strided((chunks, shards, size), strides, lead), used)
+        return cls(memory, memory.as_strided(shape, strides, lead), used)
