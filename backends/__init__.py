@@ -123,7 +123,7 @@ def settings_of(
     """
     if os.fspath(url).partition("://")[0].lower() not in ("s3", "s3a"):
         return []
-    from kvshelf.backends.s3_quirks import QUIRKS, quirks_of
+    from kvshelf.backends.s3_errors import QUIRKS, quirks_of
     from kvshelf.backends.s3_settings import resolve
 
     try:

@@ -21,8 +21,7 @@ from typing import Any, Final, NamedTuple
 from urllib.parse import urlsplit
 
 from kvshelf.backends.options import check_names, mapping_of, named
-from kvshelf.backends.s3_errors import NO_CREDENTIALS
-from kvshelf.backends.s3_quirks import QUIRKS
+from kvshelf.backends.s3_errors import QUIRKS
 from kvshelf.errors import ConfigError
 from kvshelf.urls import shown_url
 
@@ -64,6 +63,10 @@ _REFRESH: Final = timedelta(minutes=5)
 #: Keys that are refused are read again after so many seconds at the earliest.
 _AGAIN_SECONDS: Final = 5.0
 _GIVEN: Final = "storage_options"
+NO_CREDENTIALS: Final = (
+    "no AWS credentials were found: set key and secret in storage_options, or AWS_ACCESS_KEY_ID"
+    " and AWS_SECRET_ACCESS_KEY, a profile or a role; for a public bucket set anon: true"
+)
 
 
 class Setting(NamedTuple):

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from kvshelf.backends import generic as generic_module
 from kvshelf.backends import s3 as s3_module
-from kvshelf.backends import s3_client
+from kvshelf.backends import s3_requests
 from kvshelf.backends.base import Whole
 from kvshelf.cli.app import app
 from kvshelf.errors import ConfigError, PermanentStorageError, StorageError, TransientStorageError
@@ -48,7 +48,7 @@ def bucket(store: ScriptedS3) -> Iterator[Any]:
 @pytest.fixture
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(s3_module, "_ROWS_SECONDS", 0.5)
-    of_answer = s3_client.CONNECT_SECONDS + s3_client.READ_SECONDS
+    of_answer = s3_requests.CONNECT_SECONDS + s3_requests.READ_SECONDS
     monkeypatch.setattr(s3_module, "_MORE_SECONDS", 0.5 - of_answer)
     monkeypatch.setattr(generic_module, "_FOLDERS_SECONDS", 0.4)
     monkeypatch.setattr(generic_module, "_LISTING_SECONDS", 0.5)
@@ -88,12 +88,12 @@ def test_listing_with_no_answer_at_all_may_pass(
 ) -> None:
     """The client gives a request up by itself, if it is not given up before."""
 
-    of_answer = s3_client.CONNECT_SECONDS + s3_client.READ_SECONDS
+    of_answer = s3_requests.CONNECT_SECONDS + s3_requests.READ_SECONDS
 
     def wait(_: object, __: object, seconds: float) -> None:
         raise TimeoutError if seconds <= of_answer else OSError("timed out")
 
-    monkeypatch.setattr(s3_client.Client, "_wait", wait)
+    monkeypatch.setattr(s3_requests.RequestLoop, "request", wait)
     for call in (bucket.folders, lambda: store.open("")):
         with pytest.raises(TransientStorageError, match="up and reachable"):
             call()
@@ -159,7 +159,7 @@ def test_markers_of_folders_are_no_disorder(store: ScriptedS3, bucket: Any) -> N
     empty = row("a", 0)
     store.script = lambda _: page(empty + row("a-b/1") + marker + row("a/1"))
     assert [info.name for info in bucket.list()] == ["a", "a-b/1", "a", "a/1"]
-    assert not set(bucket.client.quirks)
+    assert not set(bucket.quirks)
 
 
 def test_a_listing_in_any_order_is_read_to_its_end(store: ScriptedS3, bucket: Any) -> None:

@@ -16,7 +16,7 @@ from botocore.credentials import Credentials
 from fsspec import config as fsspec_config
 from typer.testing import CliRunner
 
-from kvshelf.backends import open_backend, s3_quirks
+from kvshelf.backends import open_backend, s3_errors
 from kvshelf.cli.app import app
 from kvshelf.errors import ConfigError, StorageError
 from tests.sim.s3 import BUCKET, Request, ScriptedS3
@@ -58,7 +58,7 @@ def asked(server: ScriptedS3, options: dict[str, Any]) -> Asked:
     """Do what engines do, and return the requests."""
     server.requests.clear()
     server.objects[f"{BUCKET}/kv/a/old"] = b"", 1e9
-    s3_quirks._known_until.clear()
+    s3_errors._known_until.clear()
     with closing(open_backend(f"s3://{BUCKET}/kv", storage_options=options)) as backend:
         calls: list[Callable[[], object]] = [
             lambda: backend.write("a/x", [b"1"]),
