@@ -364,7 +364,7 @@ class S3Backend(Backend):
                 # obstore keeps keys for minutes. A new client asks for them.
                 self._made_for = None
         endpoint = None if settings.is_aws else shown_url(settings.endpoint)
-        at = self._bucket, endpoint, {row.name: row.source for row in settings.rows}["keys"]
+        at = self._bucket, endpoint, settings.rows["keys"][1]
         return s3_errors.obstore_error(exc, text, what, path, at, writing=writing)
 
     def _adapting(self, call: Callable[[], object], *quirks: str) -> None:
