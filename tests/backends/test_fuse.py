@@ -334,13 +334,3 @@ def test_a_mount_that_does_not_answer_is_found_without_asking_it(
             assert find_mount(str(mount.path / "shelf")).kind.startswith("fuse")
         finally:
             mount.thaw()
-
-
-def test_measuring_ends_soon_where_a_probe_takes_long(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> None:
-    with mounted(tmp_path_factory.mktemp("slow")) as mount:
-        mount.add("getattr", "shelf/.*", seconds=0.05)
-        backend = PosixBackend(mount.path / "shelf")
-        assert backend.properties.probe_cost >= 0.05
-        assert mount.met() < 5

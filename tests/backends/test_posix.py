@@ -24,10 +24,10 @@ from kvshelf.backends import (
     Touched,
     WriteResult,
     open_backend,
+    posix,
     posix_folders,
     posix_mount,
     posix_publish,
-    posix_times,
 )
 from kvshelf.backends.base import Whole, delete_one, probe
 from kvshelf.backends.oserrors import storage_error
@@ -780,7 +780,7 @@ def test_use_of_another_user_s_file_is_a_link_to_it_where_others_may_write(
     backend = PosixBackend(root)
     backend.write("x", [b"1"])
     before = (root / "x").stat()
-    monkeypatch.setattr(posix_times, "_touch", failing(errno.EPERM))
+    monkeypatch.setattr(posix, "_set_access_time", failing(errno.EPERM))
     assert backend.touch("x") is (Touched.TOUCHED if is_recorded else Touched.REFUSED)
     after = (root / "x").stat()
     assert (after.st_ctime_ns > before.st_ctime_ns) is is_recorded
