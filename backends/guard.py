@@ -427,12 +427,13 @@ class GuardedBackend(WrappedBackend):
         prefix: str = "",
         *,
         hidden: bool = False,
-        between: tuple[str, str] | None = None,
+        start: str | None = None,
+        end: str | None = None,
         flat: bool = False,
     ) -> Iterator[ObjectInfo]:
         """Stream the objects below a folder; every few of them have a deadline of their own."""
         with self.call(LIST, prefix, self.deadlines.read):
-            rows = self.inner.list(prefix, hidden=hidden, between=between, flat=flat)
+            rows = self.inner.list(prefix, hidden=hidden, start=start, end=end, flat=flat)
         while True:
             with self.call(LIST, prefix, self.deadlines.read):
                 some = [*itertools.islice(rows, _ROWS)]

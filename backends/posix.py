@@ -38,6 +38,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from kvshelf.backends.base import (
+    BEYOND_NAMES,
     NOT_REGULAR,
     Backend,
     BytesLike,
@@ -457,30 +458,32 @@ class PosixBackend(Backend):
         prefix: str = "",
         *,
         hidden: bool = False,
-        between: tuple[str, str] | None = None,
+        start: str | None = None,
+        end: str | None = None,
         flat: bool = False,
     ) -> Iterator[ObjectInfo]:
         """Stream all objects below `prefix`, one open folder at a time."""
         check_folder(prefix)
         self._place.check()
+        first, last = start or "", end or BEYOND_NAMES
         pending = [prefix]
         while pending:
             folder = pending.pop()
-            start = folder + "/" if folder else ""
+            inside = folder + "/" if folder else ""
             for entry in self._scan(folder, hidden):
-                if between is not None and not between[0] <= entry.name <= between[1]:
+                if not first <= entry.name <= last:
                     continue
                 whole = entry.name[0] == "." and final_name(entry.name) is not None
                 try:
                     if not whole and entry.is_dir(follow_symlinks=False):
-                        pending += [] if flat else [start + entry.name]
+                        pending += [] if flat else [inside + entry.name]
                     elif whole or entry.is_file(follow_symlinks=False):
-                        yield self._row(start + entry.name, entry.stat(follow_symlinks=False))
+                        yield self._row(inside + entry.name, entry.stat(follow_symlinks=False))
                 except FileNotFoundError:
                     continue
                 except OSError as exc:
-                    raise storage_error(exc, "listing", self._place.base + start) from exc
-            between = None
+                    raise storage_error(exc, "listing", self._place.base + inside) from exc
+            first, last = "", BEYOND_NAMES
 
     def folders(self, prefix: str = "") -> Sequence[str]:
         """Names of the folders directly below `prefix`."""

@@ -50,6 +50,7 @@ from urllib.parse import urlsplit
 
 from kvshelf.backends import s3_errors
 from kvshelf.backends.base import (
+    BEYOND_NAMES,
     Backend,
     BytesLike,
     Checked,
@@ -667,7 +668,8 @@ class S3Backend(Backend):
         prefix: str = "",
         *,
         hidden: bool = False,
-        between: tuple[str, str] | None = None,
+        start: str | None = None,
+        end: str | None = None,
         flat: bool = False,
     ) -> Iterator[ObjectInfo]:
         """Stream all objects below `prefix`, a thousand per request.
@@ -678,18 +680,17 @@ class S3Backend(Backend):
         """
         is_listed = is_name if hidden else _is_listed
         folder = check_name(prefix) + "/" if prefix else ""
-        for row in self._rows(prefix, folder + _just_before(between[0]) if between else None):
+        first, last = start or "", end or BEYOND_NAMES
+        for row in self._rows(prefix, folder + _just_before(first) if first else None):
             name = row.name[len(folder) :]
             if not row.name.startswith(folder):
                 continue
-            if between is not None:
-                part = name.partition("/")[0]
-                if not between[0] <= part <= between[1]:
-                    # Before what is in a folder come those whose names go on with a lesser sign.
-                    behind = _LESS_THAN_SLASH.split(part, maxsplit=1)[0] > between[1]
-                    if behind and s3_errors.UNSORTED_LISTINGS not in self.quirks:
-                        return
-                    continue
+            if (start or end) and not first <= (part := name.partition("/")[0]) <= last:
+                # Before what is in a folder come those whose names go on with a lesser sign.
+                behind = _LESS_THAN_SLASH.split(part, maxsplit=1)[0] > last
+                if behind and s3_errors.UNSORTED_LISTINGS not in self.quirks:
+                    return
+                continue
             if is_listed(name) and not (flat and "/" in name):
                 yield row
 

@@ -166,7 +166,7 @@ def test_a_listing_in_any_order_is_read_to_its_end(store: ScriptedS3, bucket: An
     names = [f"a/{number:02}/x" for number in range(20)]
     store.script = lambda _: page("".join(map(row, names[10:] + names[:10])))
     for _ in range(2):
-        found = bucket.list("a", between=("05", "11"))
+        found = bucket.list("a", start="05", end="11")
         assert sorted(info.name for info in found) == names[5:12]
         assert sorted(info.name for info in bucket.list("a")) == names
 
@@ -175,7 +175,7 @@ def test_range_ends_where_it_ends(store: ScriptedS3, bucket: Any) -> None:
     names = [f"a/{number:05}/x" for number in range(3000)]
     store.objects.update({f"{BUCKET}/{name}": (b"1", 1e9) for name in names})
     seen = len(store.requests)
-    found = [info.name for info in bucket.list("a", between=("01000", "01003"))]
+    found = [info.name for info in bucket.list("a", start="01000", end="01003")]
     assert found == names[1000:1004]
     first, *others = store.requests[seen:]
     assert first.query["start-after"].endswith("a/0100.~")

@@ -180,7 +180,7 @@ def test_listing_begins_behind_no_folder_that_is_listed(store: ScriptedS3, bucke
         ("10", "ff", ["10", "a0"]),
         ("a0", "a0", ["a0"]),
     ):
-        rows = list(bucket.list("n", between=(first, last)))
+        rows = list(bucket.list("n", start=first, end=last))
         assert [row.name.split("/")[1] for row in rows] == found
         begin = store.requests[-1].query["start-after"].rpartition("/")[2]
         assert begin < first and begin not in folders

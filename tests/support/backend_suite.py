@@ -410,15 +410,15 @@ class BackendSuite:
             (".0", ".~"),
         )
         for first, last in ranges:
-            found = backend.list("a", hidden=True, between=(first, last))
+            found = backend.list("a", hidden=True, start=first, end=last)
             assert sorted(row.name for row in found) == sorted(
                 f"a/{name}" for name in names if first <= name.partition("/")[0] <= last
             )
-        assert list(backend.list("a", between=(".0", ".~"))) == []
-        for between, expected in ((None, {"0e", temporary}), ((".0", ".~"), {temporary})):
-            found = backend.list("a", hidden=True, between=between, flat=True)
+        assert list(backend.list("a", start=".0", end=".~")) == []
+        for end, expected in ((None, {"0e", temporary}), (".~", {temporary})):
+            found = backend.list("a", hidden=True, start=".0", end=end, flat=True)
             assert {row.name for row in found} == {f"a/{name}" for name in expected}
-        assert [row.name for row in backend.list(between=("b", "b"))] == ["b/0f/x"]
+        assert [row.name for row in backend.list(start="b", end="b")] == ["b/0f/x"]
 
     # ---------------------------------------------------------------------------- other changes
 

@@ -157,14 +157,15 @@ class Calls:
         client: bytes,
         folder: str,
         number: int | None,
-        between: tuple[str, str] | None,
+        start: str | None,
+        end: str | None,
         flat: bool,
         *,
         hidden: bool = False,
     ) -> list[Any]:
         rows: Iterator[ObjectInfo] | None
         if number is None:
-            rows = self._backend.list(folder, hidden=hidden, between=between, flat=flat)
+            rows = self._backend.list(folder, hidden=hidden, start=start, end=end, flat=flat)
         else:
             with self._lock:
                 rows = self._listings.get(client, {}).pop(number, None)
