@@ -10,7 +10,7 @@ method             arguments                    answer
 ``info``           name                         the fields of ``ObjectInfo``, or None
 ``read``           name, offset, bytes          ``[size of the object, bytes]``
 ``list``           folder, number or None,      ``[rows as those of info, number or None]``
-                   two names or None
+                   start, end, flat
 ``entries``        the same                     the same, of what is hidden too
 ``folders``        folder                       names
 ``write``          name, mode; bytes as data    ``created``, ``existed`` or ``replaced``
@@ -110,7 +110,7 @@ class Calls:
         StorageError
             If the storage failed.
         """
-        listing = tuple[str, int | None, tuple[str, str] | None, bool]
+        listing = tuple[str, int | None, str | None, str | None, bool]
         own: dict[str, tuple[Any, Callable[..., Any]]] = {
             "list": (listing, partial(self._list, client)),
             "entries": (listing, partial(self._list, client, hidden=True)),
