@@ -12,7 +12,7 @@ import pytest
 from kvshelf.backends import Backend
 from tests.sim.s3 import ScriptedS3
 
-pytest.register_assert_rewrite("tests.support.backend_suite")
+pytest.register_assert_rewrite("kvshelf.testing.backends")
 
 
 @pytest.fixture

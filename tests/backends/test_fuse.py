@@ -37,11 +37,11 @@ from kvshelf.shelf.failed_keys import FailedKeys
 from kvshelf.shelf.lookup import LookupService
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.shelf.view import ObjectRef
+from kvshelf.testing.backends import BackendSuite, Oracle, read_into
 from tests.faults.faultfs import FaultMount, _unmount, mounted, skip, why_not
 from tests.support import prompts
-from tests.support.backend_suite import BackendSuite, read_into
 from tests.support.formats import make_format
-from tests.support.oracles import FolderOracle, Oracle
+from tests.support.oracles import FolderOracle
 from tests.support.prompts import make_chunks
 from tests.support.servers import command
 from tests.support.transfers import Rig

@@ -28,7 +28,7 @@ from kvshelf.errors import (
     StorageError,
     TransientStorageError,
 )
-from tests.support.backend_suite import read_into
+from kvshelf.testing.backends import read_into
 
 pytestmark = pytest.mark.real
 

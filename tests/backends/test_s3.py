@@ -31,9 +31,9 @@ from kvshelf.errors import (
     StorageError,
     TransientStorageError,
 )
+from kvshelf.testing.backends import BackendSuite, Oracle
 from tests.sim.s3 import Answer, Request, ScriptedS3, refusal
-from tests.support.backend_suite import BackendSuite
-from tests.support.oracles import FolderOracle, Oracle
+from tests.support.oracles import FolderOracle
 from tests.support.servers import (
     BUCKET,
     KEY,

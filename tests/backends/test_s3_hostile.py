@@ -22,8 +22,8 @@ from kvshelf.cli.app import app
 from kvshelf.errors import ConfigError, PermanentStorageError, StorageError, TransientStorageError
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.shelf.shelf import Shelf
+from kvshelf.testing.backends import read_into
 from tests.sim.s3 import BUCKET, Answer, Request, ScriptedS3, folder, page, refusal, row
-from tests.support.backend_suite import read_into
 from tests.support.filled import namespace
 
 pytestmark = pytest.mark.real

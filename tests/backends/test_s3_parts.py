@@ -24,8 +24,8 @@ from kvshelf.errors import (
 )
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.shelf.view import ObjectRef, Presence
+from kvshelf.testing.backends import read_into
 from tests.sim.s3 import BUCKET, ScriptedS3, refusal
-from tests.support.backend_suite import read_into
 from tests.support.threads import none_can_be_started
 
 pytestmark = pytest.mark.real

@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 from kvshelf.backends import Backend, WriteResult, open_backend, s3_errors
 from kvshelf.cli.app import app
 from kvshelf.errors import ConfigError, PermanentStorageError, StorageError
+from kvshelf.testing.backends import read_into
 from tests.sim.s3 import BUCKET, Answer, Request, ScriptedS3, page, refusal
-from tests.support.backend_suite import read_into
 
 pytestmark = pytest.mark.real
 

@@ -19,9 +19,9 @@ from kvshelf.backends.posix import PosixBackend
 from kvshelf.backends.wrappers import WrappedBackend
 from kvshelf.errors import PermanentStorageError
 from kvshelf.server.shelf import open_served
+from kvshelf.testing.backends import BackendSuite, Oracle, read_into
 from tests.server.node import LocalServer
-from tests.support.backend_suite import BackendSuite, read_into
-from tests.support.oracles import FolderOracle, MemoryOracle, Oracle
+from tests.support.oracles import FolderOracle, MemoryOracle
 
 
 class _OverFolder(BackendSuite):
