@@ -104,16 +104,6 @@ def test_object_that_changes_after_it_was_opened_is_not_read(
             reader.read_into(memoryview(bytearray(3)), 0)
 
 
-def test_a_reader_sees_one_version(backend: GenericBackend) -> None:
-    backend.write("a/x", [b"first"])
-    buffer = bytearray(2)
-    with backend.open("a/x") as reader:
-        reader.read_into(memoryview(buffer), 0)
-        backend.write("a/x", [b"other"], "replace")
-        reader.read_into(memoryview(buffer), 3)
-    assert buffer == b"st"
-
-
 def test_failed_move_leaves_nothing(tmp_path: Path, monkeypatch: Any) -> None:
     backend = GenericBackend(f"file://{tmp_path}")
     backend.write("a/x", [b"1"])

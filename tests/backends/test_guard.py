@@ -184,25 +184,6 @@ def limit() -> ProcessLimitError:
 
 
 @pytest.mark.parametrize("rig", [NEVER], indirect=True)
-def test_what_this_process_has_run_out_of_opens_no_breaker(rig: Rig) -> None:
-    rig.faults.add(Fault("*", error=limit))
-    for _ in range(3 * LEAST_FAILURES):
-        assert isinstance(rig.guard.stat(["o1"])[0], ProcessLimitError)
-        for call in (
-            lambda: rig.guard.open("o1"),
-            rig.guard.folders,
-            lambda: rig.guard.write("new", [b"x"]),
-            lambda: delete_one(rig.guard, "o1"),
-        ):
-            with pytest.raises(ProcessLimitError):
-                call()
-    assert rig.guard.reads.is_closed
-    assert rig.guard.writes.is_closed
-    rig.faults.heal()
-    assert rig.read("o1") == b"o1"
-
-
-@pytest.mark.parametrize("rig", [NEVER], indirect=True)
 def test_calls_that_are_late_for_want_of_files_open_no_breaker(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -292,23 +273,6 @@ def test_a_trial_that_fails_after_another_worked_does_not_stop_it_again() -> Non
     breaker.trip("a trial that hung", trial=True)
     assert breaker.state is BreakerState.CLOSED
     assert told == ["broken", ""]
-
-
-def test_the_backoff_of_a_storage_that_flaps_goes_on_growing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    now = make_clock(monkeypatch)
-    breaker = Breaker(["read"], Backoff(1.0, 60.0), lambda *_: None)
-    for longest in (1.0, 2.0, 4.0, 8.0):
-        breaker.trip("broken")
-        assert longest / 2 <= breaker.retry_at - now[0] <= longest
-        now[0] = breaker.retry_at
-        assert breaker.try_half_open()
-        breaker.close()
-        now[0] += 1.0
-    now[0] += 60.0
-    breaker.trip("broken")
-    assert breaker.retry_at - now[0] <= 1.0, "a minute of rest ends it"
 
 
 def test_the_backoff_grows_up_to_a_bound_and_differs(monkeypatch: pytest.MonkeyPatch) -> None:
