@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from typing import Any
-from urllib.parse import urlsplit
 
 from kvshelf.backends.base import (
     NOT_REGULAR,
@@ -92,7 +91,16 @@ def open_backend(
     options = dict(storage_options or {})
     directory = directory_of(text)
     if directory is not None:
-        return _open_folder(directory, options, read_only, keep_atime)
+        from kvshelf.backends.options import check_names
+        from kvshelf.backends.posix import PosixBackend
+
+        check_names(options, ("create", "fsync"))
+        create, fsync = options.get("create", True), options.get("fsync", False)
+        if not isinstance(create, bool) or not isinstance(fsync, bool):
+            raise ConfigError("storage_options: create and fsync are true or false")
+        return PosixBackend(
+            directory, read_only=read_only, create=create, fsync=fsync, keep_atime=keep_atime
+        )
 
     from kvshelf.backends.wrappers import ReadOnlyBackend
 
@@ -106,46 +114,3 @@ def open_backend(
 
         backend = GenericBackend(text, options)
     return ReadOnlyBackend(backend) if read_only else backend
-
-
-def settings_of(
-    url: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None
-) -> list[tuple[str, str]]:
-    """Return what reaches the storage at `url`, where there is a choice, and where it comes from.
-
-    After it was used, also what this process has learned that the storage lacks.
-
-    Returns
-    -------
-    list of (str, str)
-        For each setting its name and, without secrets, its value with its source in parentheses.
-        Empty where :func:`open_backend` raises ConfigError.
-    """
-    if os.fspath(url).partition("://")[0].lower() not in ("s3", "s3a"):
-        return []
-    from kvshelf.backends.s3_quirks import QUIRKS, quirks_of
-    from kvshelf.backends.s3_settings import resolve
-
-    try:
-        settings = resolve(storage_options or {})
-    except (ConfigError, ImportError):
-        return []
-    known = quirks_of(settings.endpoint, urlsplit(os.fspath(url)).netloc)
-    return [
-        *((f"s3 {row.name}", f"{row.value} ({row.source})") for row in settings.rows),
-        *(("s3 quirk", f"{quirk}: {QUIRKS[quirk]}") for quirk in sorted(known)),
-    ]
-
-
-def _open_folder(path: str, options: dict[str, Any], read_only: bool, keep_atime: bool) -> Backend:
-    from kvshelf.backends.options import check_names
-    from kvshelf.backends.posix import PosixBackend
-
-    create = options.pop("create", True)
-    fsync = options.pop("fsync", False)
-    check_names(options, ("create", "fsync"))
-    if not isinstance(create, bool) or not isinstance(fsync, bool):
-        raise ConfigError("storage_options: create and fsync are true or false")
-    return PosixBackend(
-        path, read_only=read_only, create=create, fsync=fsync, keep_atime=keep_atime
-    )

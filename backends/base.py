@@ -15,11 +15,9 @@ Contracts
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 import re
-import time
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Iterator, Sequence
@@ -31,9 +29,6 @@ from typing import Final, Literal, NamedTuple, TypeAlias
 from xxhash import xxh3_128_hexdigest
 
 from kvshelf.errors import ObjectNameError, StorageError
-from kvshelf.logs import RateLimitedLog
-
-logger = logging.getLogger(__name__)
 
 BytesLike: TypeAlias = "bytes | bytearray | memoryview"
 WriteMode: TypeAlias = Literal["create", "replace"]
@@ -57,6 +52,9 @@ NOT_REGULAR: Final = NotRegular.NOT_REGULAR
 StatResult: TypeAlias = "int | None | NotRegular | StorageError"
 
 StatResults: TypeAlias = "list[StatResult]"  # inside the classes `list` is a method
+
+#: Comes after every name, for listings without an end.
+BEYOND_NAMES: Final = "\x80"
 
 #: Answers of :meth:`Backend.delete`: deleted, was gone, or why not.
 DeleteResults: TypeAlias = "list[bool | StorageError]"
@@ -451,7 +449,8 @@ class Backend(ABC):
         prefix: str = "",
         *,
         hidden: bool = False,
-        between: tuple[str, str] | None = None,
+        start: str | None = None,
+        end: str | None = None,
         flat: bool = False,
     ) -> Iterator[ObjectInfo]:
         """Stream all objects below the folder `prefix`, in any order.
@@ -468,9 +467,9 @@ class Backend(ABC):
             counts nor deletes them there. Where :attr:`Properties.sets_aside` holds, an entry with
             the name of a temporary is listed whatever it is, and not opened; other links and
             special files are listed nowhere.
-        between : tuple of str, optional
-            Only files and folders directly in `prefix` whose names lie behind the first of these,
-            or, of folders, are equal to it, up to the last. Other folders are not opened.
+        start, end : str, optional
+            Only files and folders directly in `prefix` whose names lie between these, which are
+            included. Other folders are not opened. None is no bound.
         flat : bool
             Only objects directly in `prefix`. No other folder is opened: a storage with folders
             never fails because of them.
@@ -613,41 +612,6 @@ def endless_listing(seconds: float) -> str:
         f"the listing did not end within {seconds:g} s: very many objects lie beside the shelf, or"
         " the server's listings have no end; give the shelf a prefix of its own in the bucket"
     )
-
-
-#: Seconds by which the clocks of a storage and of this machine may differ where anything is deleted
-#: because of its age; asking for the time may take a minute of it.
-MOST_APART: Final = 3600.0 + 60.0
-#: A time at which nothing is old.
-NEVER_OLD: Final = -math.inf
-_apart_log: Final = RateLimitedLog(logger, seconds=3600.0)
-
-
-def time_for_ages(now: float, url: str) -> float:
-    """Return the time by which files are old enough to be deleted.
-
-    That is the earlier of the storage's time and this machine's: a clock that is ahead deletes
-    nothing early. While they differ by more than an hour it is :data:`NEVER_OLD`, and a warning
-    says so.
-
-    Parameters
-    ----------
-    now : float
-        The storage's time: the mtime of what was written now.
-    url : str
-        The storage, for the warning.
-    """
-    own = time.time()
-    if abs(now - own) <= MOST_APART:
-        return min(now, own)
-    _apart_log.warning(
-        "%s: the storage's clock is %.0f s %s this machine's: nothing is deleted because of its age"
-        " until they agree to an hour. Correct the clock that is wrong",
-        url,
-        abs(now - own),
-        "ahead of" if now > own else "behind",
-    )
-    return NEVER_OLD
 
 
 def check_folder(name: str) -> str:

@@ -112,13 +112,9 @@ class Breaker:
         """The current state."""
         return self._state
 
-    def outcomes(self, kind: str) -> Outcomes:
-        """Return the counts for one kind of call; always the same object."""
-        return self._outcomes[kind]
-
-    def record_success(self, kind: str) -> None:
-        """Count a call that the storage answered."""
-        self._outcomes[kind].successes += 1
+    def record_success(self, kind: str, times: int = 1) -> None:
+        """Count calls that the storage answered."""
+        self._outcomes[kind].successes += times
 
     def record_failure(self, kind: str, reason: str, weight: int = 1, least: float = 0.0) -> None:
         """Count a call that failed; open the breaker, as :meth:`trip`, on too many failures."""

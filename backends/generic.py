@@ -34,6 +34,7 @@ from typing import Any, Final
 from urllib.parse import quote, unquote, urlsplit
 
 from kvshelf.backends.base import (
+    BEYOND_NAMES,
     NOT_REGULAR,
     Backend,
     BytesLike,
@@ -422,21 +423,23 @@ class GenericBackend(Backend):
         prefix: str = "",
         *,
         hidden: bool = False,
-        between: tuple[str, str] | None = None,
+        start: str | None = None,
+        end: str | None = None,
         flat: bool = False,
     ) -> Iterator[ObjectInfo]:
         """Stream all objects below `prefix`, with one listing per folder."""
+        first, last = start or "", end or BEYOND_NAMES
         pending = [check_folder(prefix)]
         while pending:
             for name, found in self._entries(pending.pop(), _LISTING_SECONDS, hidden):
                 base = name.rpartition("/")[2]
-                if between is not None and not between[0] <= base <= between[1]:
+                if not first <= base <= last:
                     continue
                 if _is_folder(found):
                     pending += [] if flat else [name]
                 elif _is_file(found):
                     yield _object_info(name, found)
-            between = None
+            first, last = "", BEYOND_NAMES
 
     def folders(self, prefix: str = "") -> Sequence[str]:
         """Names of the folders directly below `prefix`."""

@@ -38,8 +38,8 @@ and counts neither as a failure nor as a success. Nor does a late call count whi
 out of files: some clients then try to connect for a long time.
 
 In the half-open state the read breaker is closed by a *trial* (:mod:`kvshelf.backends.trials`): a
-thread repeats the call that failed last and, for an object that was read or probed successfully
-before, the same kind of call. The half-open write breaker allows the next writes, which delay no
+thread repeats the call that failed last. If that fails too, it reads the object that was read last,
+or lists the root. The half-open write breaker allows the next writes, which delay no
 request; the first success closes it.
 
 Contracts
@@ -61,7 +61,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Final, Protocol, TypeVar, cast
 
 from kvshelf.backends.base import (
@@ -132,15 +132,6 @@ class Watcher(Protocol):
         """Handle that the read breaker opened: every call now fails at once."""
 
 
-@dataclass(eq=False, slots=True)
-class _Call:
-    deadline: float
-    kind: str
-    name: str
-    seconds: float
-    late: bool = False
-
-
 class StoreBound(Protocol):
     """What bounds how much is stored. No other method than :meth:`begin` may block."""
 
@@ -152,6 +143,39 @@ class StoreBound(Protocol):
 
     def end(self, nbytes: int, written: bool) -> None:
         """Note that a write which has begun is over, and whether it wrote anything."""
+
+
+@dataclass(eq=False, slots=True)
+class Call:
+    """One call in the storage, as a context: it has a deadline, and its outcome is counted.
+
+    Made by :meth:`GuardedBackend.call`. A context that is entered again has the same deadline.
+
+    Attributes
+    ----------
+    counts : bool
+        Whether the outcome says something about the storage. A late call counts in any case.
+    error : StorageError or None
+        An error that the call returned and did not raise.
+    late : bool
+        Whether the deadline has passed before the call returned.
+    """
+
+    guard: GuardedBackend
+    kind: str
+    name: str
+    seconds: float
+    deadline: float
+    counts: bool = True
+    error: StorageError | None = None
+    late: bool = False
+
+    def __enter__(self) -> Call:
+        self.guard._enter(self)
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self.guard._leave(self, self.error or error)
 
 
 class GuardedBackend(WrappedBackend):
@@ -199,7 +223,7 @@ class GuardedBackend(WrappedBackend):
         self.bound: StoreBound | None = None
         self.written: set[str] = set()
         self.on_full: Callable[[NoSpaceStorageError], None] = _do_nothing
-        self._calls: dict[int, _Call] = {}
+        self._calls: dict[int, Call] = {}
         self._watchers: list[Watcher] = []
         self._count: Callable[[str], None] = _do_nothing
         #: The error because of which a breaker opened first.
@@ -284,27 +308,24 @@ class GuardedBackend(WrappedBackend):
     ) -> _Answers:
         """Make one call for many names, which fails with the first error among its answers."""
         try:
-            call = self._enter(kind, names[0] if names else "", seconds)
+            with self.call(kind, names[0] if names else "", seconds) as call:
+                answers = ask()
+                # Faster than testing each answer: nearly all are sizes.
+                if not _PLAIN_ANSWERS.issuperset(map(type, answers)):
+                    errors = (answer for answer in answers if isinstance(answer, StorageError))
+                    call.error = next(errors, None)
+                return answers
         except UnavailableStorageError as error:
             return cast(_Answers, [error] * len(names))
-        failure: StorageError | None = None
-        try:
-            answers = ask()
-            # Faster than testing each answer: nearly all are sizes.
-            if not _PLAIN_ANSWERS.issuperset(map(type, answers)):
-                failure = next((a for a in answers if isinstance(a, StorageError)), None)
-            return answers
-        finally:
-            self._leave(call, failure)
 
     def info(self, name: str) -> ObjectInfo | None:
-        with _Guarded(self, PROBE, name, self.deadlines.probe):
+        with self.call(PROBE, name, self.deadlines.probe):
             return self.inner.info(name)
 
     def open(self, name: str) -> GuardedReader:
         """Open one object; one deadline covers all reads of it."""
         begin = time.monotonic()
-        with _Guarded(self, READ, name, self.deadlines.read):
+        with self.call(READ, name, self.deadlines.read):
             reader = self.inner.open(name)
         return GuardedReader(self, reader, name, begin)
 
@@ -330,25 +351,18 @@ class GuardedBackend(WrappedBackend):
             If the deadline has passed and not all were read.
         """
         allowed = self.deadlines.to_read(sum([buffer.nbytes for buffer in buffers]))
-        name = start + wholes[0].end
-        call = self._enter(READ, name, allowed)
-        try:
+        with self.call(READ, start + wholes[0].end, allowed) as call:
             checked = self.inner.read_whole(start, text, wholes, buffers, min(seconds, allowed))
-        except BaseException as error:
-            self._leave(call, error)
-            raise
-        done = sum(checked.done) if checked is not None else 0
-        late = call.late or time.monotonic() > call.deadline
-        (self._leave if done else self._leave_uncounted)(call)
-        if late and done < len(wholes):
+            done = sum(checked.done) if checked is not None else 0
+            call.counts = done > 0
+        if call.late and done < len(wholes):
             raise self._too_late(call)
         if checked is not None and done:
-            self.reads.outcomes(READ).successes += done - 1
-            worked = start + wholes[list(checked.done).index(True)].end
-            self._trials.note_worked(READ, worked)
+            self.reads.record_success(READ, done - 1)
+            self._trials.worked = start + wholes[list(checked.done).index(True)].end
         return checked
 
-    def _too_late(self, call: _Call) -> TransientStorageError:
+    def _too_late(self, call: Call) -> TransientStorageError:
         return TransientStorageError(
             errno.ETIMEDOUT,
             f"reading took longer than {call.seconds:.3g} s",
@@ -365,11 +379,11 @@ class GuardedBackend(WrappedBackend):
         UnavailableStorageError
             If the read breaker is open.
         """
-        with _Guarded(self, READ, name, self.deadlines.to_read(nbytes)) as call:
+        with self.call(READ, name, self.deadlines.to_read(nbytes)) as call:
             found = read()
             call.counts = found is not None
         if found is not None:
-            self._trials.note_worked(READ, name)
+            self._trials.worked = name
         return found
 
     def write(
@@ -388,7 +402,7 @@ class GuardedBackend(WrappedBackend):
         size = sum(memoryview(buffer).nbytes for buffer in buffers)
         if not size:
             seconds = self.deadlines.write
-            with _Guarded(self, PROBE, name, seconds, counts=False):
+            with self.call(PROBE, name, seconds, counts=False):
                 return self.inner.write(name, buffers, mode)
         bound = self.bound
         if bound is not None and not bound.begin(size):
@@ -397,7 +411,7 @@ class GuardedBackend(WrappedBackend):
             )
         result: WriteResult | None = None
         try:
-            with _Guarded(self, _WRITE, name, self.deadlines.to_write(size)):
+            with self.call(_WRITE, name, self.deadlines.to_write(size)):
                 result = self.inner.write(name, buffers, mode)
         except NoSpaceStorageError as error:
             self.on_full(error)
@@ -413,21 +427,22 @@ class GuardedBackend(WrappedBackend):
         prefix: str = "",
         *,
         hidden: bool = False,
-        between: tuple[str, str] | None = None,
+        start: str | None = None,
+        end: str | None = None,
         flat: bool = False,
     ) -> Iterator[ObjectInfo]:
         """Stream the objects below a folder; every few of them have a deadline of their own."""
-        with _Guarded(self, LIST, prefix, self.deadlines.read):
-            rows = iter(self.inner.list(prefix, hidden=hidden, between=between, flat=flat))
+        with self.call(LIST, prefix, self.deadlines.read):
+            rows = self.inner.list(prefix, hidden=hidden, start=start, end=end, flat=flat)
         while True:
-            with _Guarded(self, LIST, prefix, self.deadlines.read):
+            with self.call(LIST, prefix, self.deadlines.read):
                 some = [*itertools.islice(rows, _ROWS)]
             if not some:
                 return
             yield from some
 
     def folders(self, prefix: str = "") -> Sequence[str]:
-        with _Guarded(self, LIST, prefix, self.deadlines.read):
+        with self.call(LIST, prefix, self.deadlines.read):
             return self.inner.folders(prefix)
 
     def delete(self, names: Sequence[str]) -> DeleteResults:
@@ -439,7 +454,7 @@ class GuardedBackend(WrappedBackend):
         return self._answers(_DELETE, names, seconds, lambda: self.inner.delete(names))
 
     def set_aside(self, name: str) -> bool:
-        with _Guarded(self, _WRITE, name, self.deadlines.write):
+        with self.call(_WRITE, name, self.deadlines.write):
             return self.inner.set_aside(name)
 
     @property
@@ -450,28 +465,30 @@ class GuardedBackend(WrappedBackend):
     def touch(self, name: str, before: float = math.inf) -> Touched:
         """Record a use of an object unless a breaker is open. Best effort."""
         if self.touches:
-            with _Guarded(self, _TOUCH, name, self.deadlines.write):
+            with self.call(_TOUCH, name, self.deadlines.write):
                 return self.inner.touch(name, before)
         return Touched.TOUCHED
 
     def space(self) -> Space | None:
-        with _Guarded(self, PROBE, "", self.deadlines.probe):
+        with self.call(PROBE, "", self.deadlines.probe):
             return self.inner.space()
 
     # ------------------------------------------------------------------------ bookkeeping
 
-    def _enter(self, kind: str, name: str, seconds: float) -> _Call:
-        """Register that the calling thread enters the storage; raise if a breaker is open."""
-        call = _Call(time.monotonic() + seconds, kind, name, seconds)
-        self._note(threading.get_ident(), call)
-        return call
+    def call(self, kind: str, name: str, seconds: float, *, counts: bool = True) -> Call:
+        """Return the context of one call that may take so many seconds from now on.
 
-    def _note(self, thread: int, call: _Call) -> None:
-        """Do the same as :meth:`_enter` for an existing call record."""
+        Entering it raises UnavailableStorageError while a breaker is open.
+        """
+        return Call(self, kind, name, seconds, time.monotonic() + seconds, counts)
+
+    def _enter(self, call: Call) -> None:
+        """Register that the calling thread enters the storage."""
         if self._made_after != len(_forks):
             # Neither the guard's thread nor those of libraries live in the child.
             why = "opened before a fork of the process; open it again in the child"
             raise self._unavailable(call.name, why)
+        thread = threading.get_ident()
         if not self.reads.is_closed and thread not in self._trials:
             if self._idle:
                 self._start_watching()
@@ -491,66 +508,52 @@ class GuardedBackend(WrappedBackend):
         error.reason = self._first_error
         return error
 
-    def _leave(self, call: _Call, error: BaseException | None = None) -> None:
+    def _leave(self, call: Call, error: BaseException | None = None) -> None:
         """Register that a call returned, and count its outcome."""
-        self._calls.pop(threading.get_ident(), None)
-        kind = call.kind
-        breaker = self._breakers[kind]
-        now = time.monotonic()
+        thread, now = threading.get_ident(), time.monotonic()
+        self._calls.pop(thread, None)
+        kind, breaker = call.kind, self._breakers[call.kind]
         if call.late:
             # Its failure has been counted. A call that was stuck and returned is a good sign.
             if now > call.deadline + _STUCK_FACTOR * call.seconds:
                 breaker.retry_soon()
-            return
-        if now > call.deadline:
-            self._count_late(threading.get_ident(), call)
-            return
-        if isinstance(error, ReadOnlyStorageError | NoSpaceStorageError) and kind is _WRITE:
+        elif now > call.deadline:
+            self._count_late(thread, call)
+        elif not call.counts or isinstance(error, ProcessLimitError | BoundReachedError):
+            pass
+        elif isinstance(error, ReadOnlyStorageError | NoSpaceStorageError) and kind is _WRITE:
             self._refused = True
             self.writes.trip(str(error), REFUSED_SECONDS)
-        elif isinstance(error, ProcessLimitError | BoundReachedError):
-            pass
         elif isinstance(error, PermanentStorageError) and kind is _WRITE:
             self._refused = True
             self.writes.record_failure(kind, str(error), least=REFUSED_SECONDS)
         elif isinstance(error, StorageError) and error.retryable:
-            self._note_failed(call)
-            self._count_failure(threading.get_ident(), call, str(error))
+            self._count_failure(thread, call, str(error))
         elif error is None or isinstance(error, ObjectMissingError | NotRegularError):
             breaker.record_success(kind)
-            if kind is not READ:
-                self._trials.note_worked(kind, call.name)
             if kind is _WRITE and breaker.state is BreakerState.HALF_OPEN:
                 breaker.close()
 
-    def _leave_uncounted(self, call: _Call) -> None:
-        """Register that a call returned, and count nothing unless it is late."""
-        if call.late or time.monotonic() > call.deadline:
-            self._leave(call)
-        else:
-            self._calls.pop(threading.get_ident(), None)
-
-    def _note_failed(self, call: _Call) -> None:
-        if self._breakers[call.kind] is self.reads:
-            self._trials.note_failed(call.kind, call.name)
-
-    def _count_late(self, thread: int, call: _Call) -> None:
+    def _count_late(self, thread: int, call: Call) -> None:
+        call.late = True
         self._count("late_calls")
-        if is_out_of_files():
-            return
-        self._note_failed(call)
-        reason = f"a {call.kind} took longer than {call.seconds:.3g} s"
-        self._count_failure(thread, call, reason, LATE_WEIGHT)
+        if not is_out_of_files():
+            reason = f"a {call.kind} took longer than {call.seconds:.3g} s"
+            self._count_failure(thread, call, reason, LATE_WEIGHT)
 
-    def _count_failure(self, thread: int, call: _Call, reason: str, weight: int = 1) -> None:
+    def _count_failure(self, thread: int, call: Call, reason: str, weight: int = 1) -> None:
         breaker = self._breakers[call.kind]
+        if thread in self._trials:
+            # A trial repeats a call that failed: that it fails again is no further evidence. It
+            # says itself when all of its calls have failed, unless one of them hangs.
+            if call.late:
+                breaker.trip(reason, trial=True)
+            return
         if breaker is self.writes:
             self._refused = False
-        if thread in self._trials:
-            # A trial repeats a call that failed: that it fails again is no further evidence.
-            breaker.trip(reason, trial=True)
         else:
-            breaker.record_failure(call.kind, reason, weight)
+            self._trials.failed = call.kind, call.name
+        breaker.record_failure(call.kind, reason, weight)
 
     def _changed(self, breaker: Breaker, reason: str) -> None:
         self._first_error = self._first_error or reason
@@ -566,10 +569,7 @@ class GuardedBackend(WrappedBackend):
             works = "the storage answers again" if reads else "the storage accepts writes again"
             logger.warning("%s closed: %s", name, works)
         self._count("breaker_opens" if reason else "breaker_closes")
-        if not reads:
-            return
-        if not reason:
-            self._trials.forget_failed()
+        if not (reads and reason):
             return
         for watcher in self._watchers:
             watcher.on_reads_open()
@@ -621,7 +621,6 @@ class GuardedBackend(WrappedBackend):
         for thread, call in list(self._calls.items()):
             if call.late or now < call.deadline or self._calls.get(thread) is not call:
                 continue
-            call.late = True
             self._count_late(thread, call)
             exhausted = [watcher.on_late_call(thread) for watcher in self._watchers]
             if any(exhausted):
@@ -642,28 +641,6 @@ def _do_nothing(_: object) -> None:
 _PLAIN_ANSWERS: Final = frozenset((int, bool, type(None)))
 
 
-@dataclass(eq=False, slots=True)
-class _Guarded:
-    """Context of one call in the storage; what it does not count is counted only if it is late."""
-
-    guard: GuardedBackend
-    kind: str
-    name: str
-    seconds: float
-    counts: bool = True
-    _call: _Call = field(init=False)
-
-    def __enter__(self) -> _Guarded:
-        self._call = self.guard._enter(self.kind, self.name, self.seconds)
-        return self
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if self.counts:
-            self.guard._leave(self._call, error)
-        else:
-            self.guard._leave_uncounted(self._call)
-
-
 class GuardedReader(Reader):
     """A reader with one deadline for all reads of its object; it also times them.
 
@@ -678,35 +655,19 @@ class GuardedReader(Reader):
         self.seconds = time.monotonic() - begin
         self._guard = guard
         self._inner = inner
-        self._read_into = inner.read_into
         allowed = guard.deadlines.to_read(inner.size)
-        self._call = _Call(begin + allowed, READ, name, allowed)
-        self._outcomes = guard.reads.outcomes(READ)
+        self._call = Call(guard, READ, name, allowed, begin + allowed)
 
     def read_into(self, buffer: memoryview, offset: int) -> int:
         """Read bytes at `offset`, unless the deadline has passed."""
-        # An object is read in many pieces, so a piece has to be quick: one call record serves all
-        # of them, without a context manager.
-        guard, call = self._guard, self._call
         begin = time.monotonic()
-        if begin > call.deadline:
-            raise guard._too_late(call)
-        thread = threading.get_ident()
-        guard._note(thread, call)
-        try:
-            count = self._read_into(buffer, offset)
-        except BaseException as error:
-            guard._leave(call, error)
-            raise
-        end = time.monotonic()
-        self.seconds += end - begin
-        if call.late or end > call.deadline:
-            guard._leave(call)
-        else:
-            guard._calls.pop(thread, None)
-            self._outcomes.successes += 1
+        if begin > self._call.deadline:
+            raise self._guard._too_late(self._call)
+        with self._call:
+            count = self._inner.read_into(buffer, offset)
+        self.seconds += time.monotonic() - begin
         # Not when it was opened: that does not show that its bytes can be read.
-        guard._trials.note_worked(READ, call.name)
+        self._guard._trials.worked = self._call.name
         return count
 
     def __enter__(self) -> GuardedReader:
@@ -716,13 +677,12 @@ class GuardedReader(Reader):
         """Close the object. Idempotent."""
         # Closing a file may contact the server of a mount. It is done even while the breaker is
         # open, and its success is not counted: it does not show that bytes can be read.
-        guard, thread = self._guard, threading.get_ident()
-        seconds = guard.deadlines.read
-        call = _Call(time.monotonic() + seconds, READ, self._call.name, seconds)
-        guard._calls[thread] = call
+        guard = self._guard
+        call = guard.call(READ, self._call.name, guard.deadlines.read, counts=False)
+        guard._calls[threading.get_ident()] = call
         if guard._idle:
             guard._start_watching()
         try:
             self._inner.close()
         finally:
-            guard._leave_uncounted(call)
+            guard._leave(call)

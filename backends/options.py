@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from kvshelf.errors import ConfigError
@@ -23,18 +23,20 @@ def mapping_of(options: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     return value
 
 
-def named(options: Mapping[str, Any], *nested: str) -> Iterator[str]:
-    """Yield the names of options; of those of the mappings in `nested` the names inside.
+def flattened(options: Mapping[str, Any], *nested: str) -> dict[str, Any]:
+    """Return the options, with those of the mappings in `nested` under their names with dots.
 
-    A mapping in a mapping is named with dots, in `nested` as in what is yielded.
+    A mapping in a mapping is named with dots in `nested` as well.
     """
-    for name in options:
+    flat: dict[str, Any] = {}
+    for name, value in options.items():
         if name in nested:
             inner = [other[len(name) + 1 :] for other in nested if other.startswith(f"{name}.")]
-            for below in named(mapping_of(options, name), *inner):
-                yield f"{name}.{below}"
+            values = flattened(mapping_of(options, name), *inner)
+            flat |= {f"{name}.{below}": value for below, value in values.items()}
         else:
-            yield name
+            flat[name] = value
+    return flat
 
 
 def check_names(

@@ -1,10 +1,8 @@
 """Objects as files below a directory: local disks, tmpfs, NFS, FUSE mounts.
 
-:class:`PosixBackend` is what callers see. It reads and removes files, and leaves the rest to what
-it consists of: the mount and the identity of its root (:mod:`kvshelf.backends.posix_mount`),
-folders (:mod:`kvshelf.backends.posix_folders`), publications
-(:mod:`kvshelf.backends.posix_publish`), listings (:mod:`kvshelf.backends.posix_listing`) and times
-(:mod:`kvshelf.backends.posix_times`).
+:class:`PosixBackend` probes, reads, lists, touches and removes files. The mount and the identity of
+its root are in :mod:`kvshelf.backends.posix_mount`, folders in
+:mod:`kvshelf.backends.posix_folders`, publications in :mod:`kvshelf.backends.posix_publish`.
 
 Contracts
 ---------
@@ -29,15 +27,18 @@ at most one superfluous system call.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import math
 import os
 import stat as stat_module
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
 from kvshelf.backends.base import (
+    BEYOND_NAMES,
     NOT_REGULAR,
     Backend,
     BytesLike,
@@ -52,23 +53,50 @@ from kvshelf.backends.base import (
     Whole,
     WriteMode,
     WriteResult,
+    check_folder,
     check_name,
     delete_each,
+    final_name,
+    is_name,
     temporary_name,
 )
 from kvshelf.backends.native import can_read_files, read_whole_files
 from kvshelf.backends.oserrors import storage_error
-from kvshelf.backends.posix_folders import READ, READ_NOATIME, Folders, not_regular
-from kvshelf.backends.posix_listing import Listing
+from kvshelf.backends.posix_folders import (
+    READ,
+    READ_NOATIME,
+    SCAN,
+    Folders,
+    libc,
+    not_regular,
+)
 from kvshelf.backends.posix_mount import Root
-from kvshelf.backends.posix_publish import Publisher
-from kvshelf.backends.posix_times import Times
-from kvshelf.errors import ConfigError, ObjectNameError, PermanentStorageError, StorageError
+from kvshelf.backends.posix_publish import Way, link, publish, rename, rename_noreplace
+from kvshelf.errors import (
+    ConfigError,
+    NoSpaceStorageError,
+    ObjectMissingError,
+    ObjectNameError,
+    PermanentStorageError,
+    StorageError,
+)
 
 _DOTS: Final = frozenset(("", ".", ".."))
 #: Where a smaller part is free a FUSE program is doubted, and a file of so many bytes shows it.
 _LITTLE_PART: Final = 0.1
 _TRIAL_BYTES: Final = 4 << 20
+#: What the root of a filesystem has of its own, and only the system's administrator may open.
+_LOST: Final = "lost+found"
+#: Seconds for one probe, by kind of mount. Where other machines change the files as well, a fast
+#: probe may have been answered from a cache that does not know the objects.
+_LOCAL_PROBE_SECONDS: Final = 10e-6
+_NETWORK_PROBE_SECONDS: Final = 1e-3
+#: A filesystem may know times no better than to so many seconds.
+_COARSE_SECONDS: Final = 60.0
+_AT_SYMLINK_NOFOLLOW: Final = 0x100
+_UTIME_NOW: Final = (1 << 30) - 1
+_UTIME_OMIT: Final = (1 << 30) - 2
+_utimensat: Callable[..., int] | None = getattr(libc, "utimensat", None)
 
 
 class PosixReader(Reader):
@@ -155,20 +183,28 @@ class PosixBackend(Backend):
                 f"{self._root!r} is not a directory: give the shelf a directory of its own"
             ) from exc
         mount = self._place.find_mount()
-        self._publisher = Publisher(self._place, self._folders, fsync=fsync, local=mount.local)
-        self._times = Times(self._place, self._folders, mount)
-        self._listing = Listing(self._place, self._folders, mount)
+        self._is_local = mount.local
         self._properties = Properties(
             filesystem=mount.kind,
             cache_seconds=mount.cache_seconds,
             concurrency=8 if mount.local else 32,
-            probe_cost=self._place.probe_cost(mount),
+            probe_cost=_LOCAL_PROBE_SECONDS if mount.local else _NETWORK_PROBE_SECONDS,
             sets_aside=True,
             temporaries=True,
             local_path=self._root if mount.local else "",
         )
+        self._fsync = fsync
+        #: What gives a temporary its name, the best first. Those before one that works are dropped.
+        self._ways: list[Way] = [link, rename_noreplace, rename]
+        is_fuse = mount.kind.startswith("fuse")
         #: Whether the mount says that less is free when a file was written; None: not known.
-        self._shows_writes = None if mount.kind.startswith("fuse") else True
+        self._shows_writes = None if is_fuse else True
+        # Some FUSE programs take UTIME_OMIT for a time, so both times are passed.
+        self._sets_both_times = is_fuse
+        #: Whether access times that are set are kept; None while that is not known.
+        self._keeps_times: bool | None = True if mount.local else None
+        # Some FUSE programs say 0 for every file: until they say more, sizes count.
+        self._counts_blocks = not is_fuse
 
     def __repr__(self) -> str:
         return f"PosixBackend({self.url!r})"
@@ -240,7 +276,7 @@ class PosixBackend(Backend):
         folder, _, base = check_name(name).rpartition("/")
         with self._folders.opened(folder, "probing", writing=False) as fd:
             try:
-                return None if fd is None else self._listing.info(name, os.lstat(base, dir_fd=fd))
+                return None if fd is None else self._row(name, os.lstat(base, dir_fd=fd))
             except FileNotFoundError:
                 return None
             except OSError as exc:
@@ -313,7 +349,15 @@ class PosixBackend(Backend):
         self, name: str, buffers: Sequence[BytesLike], mode: WriteMode = "create"
     ) -> WriteResult:
         """Publish `buffers` as one file, with a single `writev` if the kernel accepts it."""
-        return self._publisher.write(name, buffers, mode)
+        return publish(
+            self._folders,
+            name,
+            buffers,
+            mode,
+            ways=self._ways,
+            fsync=self._fsync,
+            waits=not self._is_local,
+        )
 
     def delete(self, names: Sequence[str]) -> DeleteResults:
         """Unlink files and links, and remove folders that are empty."""
@@ -373,7 +417,39 @@ class PosixBackend(Backend):
         Some FUSE programs, such as rclone, say that they set a time and do nothing: where that is
         seen, it counts as refused.
         """
-        return self._times.touch(name)
+        folder, _, base = check_name(name).rpartition("/")
+        if self._place.read_only or self._keeps_times is False:
+            return Touched.REFUSED
+        try:
+            with self._folders.opened(folder, "recording a use", writing=False) as fd:
+                return Touched.TOUCHED if fd is None else self._touch(base, fd)
+        except OSError as exc:
+            error = storage_error(exc, "recording a use", name)
+            passes = isinstance(error, ObjectMissingError | NoSpaceStorageError)
+            return Touched.TOUCHED if passes or error.retryable else Touched.REFUSED
+
+    def _touch(self, base: str, dir_fd: int) -> Touched:
+        before = None if self._keeps_times else os.lstat(base, dir_fd=dir_fd)
+        try:
+            _set_access_time(base, dir_fd, both=self._sets_both_times)
+        except PermissionError:
+            if not self._folders.may_link:
+                raise
+            # A second link sets the ctime, and only takes the right to write.
+            temporary = temporary_name(base)
+            os.link(base, temporary, src_dir_fd=dir_fd, dst_dir_fd=dir_fd, follow_symlinks=False)
+            os.unlink(temporary, dir_fd=dir_fd)
+            return Touched.TOUCHED
+        if before is None:
+            return Touched.TOUCHED
+        after = os.lstat(base, dir_fd=dir_fd)
+        if after.st_atime_ns != before.st_atime_ns or after.st_atime_ns > after.st_mtime_ns:
+            self._keeps_times = True
+        elif abs(time.time() - after.st_mtime) >= _COARSE_SECONDS:
+            # To a coarse clock, a file that was just written has been used just now.
+            self._keeps_times = False
+            return Touched.REFUSED
+        return Touched.TOUCHED
 
     # ------------------------------------------------------------------------ listings, and others
 
@@ -382,15 +458,67 @@ class PosixBackend(Backend):
         prefix: str = "",
         *,
         hidden: bool = False,
-        between: tuple[str, str] | None = None,
+        start: str | None = None,
+        end: str | None = None,
         flat: bool = False,
     ) -> Iterator[ObjectInfo]:
         """Stream all objects below `prefix`, one open folder at a time."""
-        return self._listing.walk(prefix, hidden, between, flat)
+        check_folder(prefix)
+        self._place.check()
+        first, last = start or "", end or BEYOND_NAMES
+        pending = [prefix]
+        while pending:
+            folder = pending.pop()
+            inside = folder + "/" if folder else ""
+            for entry in self._scan(folder, hidden):
+                if not first <= entry.name <= last:
+                    continue
+                whole = entry.name[0] == "." and final_name(entry.name) is not None
+                try:
+                    if not whole and entry.is_dir(follow_symlinks=False):
+                        pending += [] if flat else [inside + entry.name]
+                    elif whole or entry.is_file(follow_symlinks=False):
+                        yield self._row(inside + entry.name, entry.stat(follow_symlinks=False))
+                except FileNotFoundError:
+                    continue
+                except OSError as exc:
+                    raise storage_error(exc, "listing", self._place.base + inside) from exc
+            first, last = "", BEYOND_NAMES
 
     def folders(self, prefix: str = "") -> Sequence[str]:
         """Names of the folders directly below `prefix`."""
-        return self._listing.folders(prefix)
+        check_folder(prefix)
+        self._place.check()
+        return sorted(entry.name for entry in self._scan(prefix) if _is_folder(entry))
+
+    def _scan(self, folder: str, hidden: bool = False) -> Iterator[os.DirEntry[str]]:
+        """Stream those entries of one folder that can be a shelf's; none if it is missing."""
+        with self._folders.opened(folder, "listing", writing=False, flags=SCAN) as fd:
+            if fd is None:
+                return
+            with os.scandir(fd) as entries:
+                while True:
+                    try:
+                        entry = next(entries)
+                    except StopIteration:
+                        return
+                    except OSError as exc:
+                        raise storage_error(exc, "listing", self._place.base + folder) from exc
+                    name = entry.name
+                    if (name[0] != "." or hidden) and is_name(name) and name != _LOST:
+                        yield entry
+
+    def _row(self, name: str, info: os.stat_result) -> ObjectInfo:
+        """Return the row of a listing."""
+        held, blocks = info.st_size, info.st_blocks * 512
+        if stat_module.S_ISREG(info.st_mode) and 0 < held <= blocks:
+            self._counts_blocks = True
+        if self._counts_blocks:
+            # A small file may lie in its entry, and a block of a large one be used in part.
+            held = min(held, blocks + 4096)
+        # Each link has its part.
+        held //= max(info.st_nlink, 1)
+        return ObjectInfo(name, info.st_size, info.st_mtime, info.st_atime, info.st_ctime, held)
 
     def space(self) -> Space | None:
         """Return what `statvfs` says of the root; None where it does not, or what is not true.
@@ -411,3 +539,31 @@ class PosixBackend(Backend):
                 self._shows_writes = True  # it may be full indeed
             delete_each([name], self._delete)
         return space if self._shows_writes else None
+
+
+class _TimeSpec(ctypes.Structure):
+    _fields_ = (("tv_sec", ctypes.c_long), ("tv_nsec", ctypes.c_long))
+
+
+_ACCESSED_NOW: Final = (_TimeSpec * 2)(_TimeSpec(0, _UTIME_NOW), _TimeSpec(0, _UTIME_OMIT))
+
+
+def _set_access_time(base: str, dir_fd: int, *, both: bool) -> None:
+    """Set the access time to now, and `both` times by name where the system cannot omit one.
+
+    `os.utime` cannot say *now*. A server of files takes that from its own clock, and ages of a
+    shelf go by that clock.
+    """
+    if both or _utimensat is None:
+        times = (time.time_ns(), os.lstat(base, dir_fd=dir_fd).st_mtime_ns)
+        os.utime(base, ns=times, dir_fd=dir_fd, follow_symlinks=False)
+    elif _utimensat(dir_fd, base.encode(), _ACCESSED_NOW, _AT_SYMLINK_NOFOLLOW):
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code), base)
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir(follow_symlinks=False)
+    except OSError:
+        return False

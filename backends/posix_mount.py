@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import math
 import os
 import re
 import time
 from dataclasses import dataclass
 from typing import Final
 
-from kvshelf.backends.base import HIGH_LATENCY_SECONDS, Space
+from kvshelf.backends.base import Space
 from kvshelf.backends.oserrors import no_space, storage_error
 from kvshelf.errors import ReadOnlyStorageError, StorageError, UnavailableStorageError
 
@@ -47,15 +46,9 @@ _CACHE_SECONDS: Final = {
 }
 _USUAL_CACHE_SECONDS: Final = 60.0
 _ATTRIBUTE_CACHES: Final = frozenset(("nfs", "nfs4", "cifs", "smb3"))
-#: Upper bound of a local mount's probe cost. That of any other mount is at least
-#: :data:`HIGH_LATENCY_SECONDS`.
-_LOCAL_PROBE_SECONDS: Final = HIGH_LATENCY_SECONDS / 2
 #: With fewer files left a filesystem is full by their number, and with more bytes not by these.
 _FEW_FILES: Final = 16
 _MUCH_SPACE: Final = 64 << 20
-_MEASURED_PROBES: Final = 5
-#: Time budget of the measurement, in seconds.
-_MEASURE_SECONDS: Final = 10e-3
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,27 +257,6 @@ class Root:
             elif os.statvfs(self.path).f_flag & os.ST_RDONLY:
                 why = "the filesystem is mounted read-only"
             raise ReadOnlyStorageError(errno.EROFS, why, self.base + name)
-
-    def probe_cost(self, mount: Mount) -> float:
-        """Measure a probe, in seconds: the fastest of a few, for names that no cache can know."""
-        best = math.inf
-        end = time.perf_counter() + _MEASURE_SECONDS
-        for _ in range(_MEASURED_PROBES):
-            path = f"{self.base}.{os.urandom(8).hex()}"
-            begin = time.perf_counter()
-            try:
-                os.lstat(path)
-            except FileNotFoundError:
-                best = min(best, time.perf_counter() - begin)
-            except OSError:
-                break
-            if begin > end:
-                break
-        # On a local filesystem a slow probe was disturbed by other work. On any other, a fast
-        # one may have been answered from a cache that does not know the objects.
-        if mount.local:
-            return min(best, _LOCAL_PROBE_SECONDS)
-        return max(HIGH_LATENCY_SECONDS, best if best < math.inf else 1e-3)
 
     def space(self) -> Space | None:
         """Return what `statvfs` says; None for filesystems that do not report it, or not truly."""

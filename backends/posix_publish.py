@@ -12,13 +12,15 @@ import errno
 import os
 import time
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Final, TypeAlias
 
 from kvshelf.backends.base import BytesLike, WriteMode, WriteResult, check_name, temporary_name
 from kvshelf.backends.oserrors import storage_error
 from kvshelf.backends.posix_folders import SCAN, Folders, libc, not_regular, occupied
-from kvshelf.backends.posix_mount import Root
 from kvshelf.errors import StorageError, TransientStorageError
+
+#: A function that gives a temporary, the first argument, its name in a folder.
+Way: TypeAlias = Callable[[str, str, int], None]
 
 CREATE: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _IOV_MAX: Final = max(16, os.sysconf("SC_IOV_MAX"))
@@ -40,152 +42,154 @@ def rename_noreplace(source: str, target: str, dir_fd: int) -> None:
     raise OSError(code, os.strerror(code), target)
 
 
-class Publisher:
-    """Writes objects.
+def publish(
+    folders: Folders,
+    name: str,
+    buffers: Sequence[BytesLike],
+    mode: WriteMode,
+    *,
+    ways: list[Way],
+    fsync: bool,
+    waits: bool,
+) -> WriteResult:
+    """Publish `buffers` as one file, with a single `writev` if the kernel accepts it.
 
     Parameters
     ----------
-    root : Root
     folders : Folders
+    name, buffers, mode
+        As for :meth:`kvshelf.backends.base.Backend.write`.
+    ways : list of Way
+        What gives a temporary its name, the best first: :data:`WAYS` at first. Those before one
+        that works are dropped.
     fsync : bool
-        Flush each object and its folder to the disk.
-    local : bool
-        No other machine changes the files, and the filesystem shows their sizes at once.
+        Flush the object and its folder to the disk.
+    waits : bool
+        The filesystem may show the size of a file some seconds late.
     """
-
-    def __init__(self, root: Root, folders: Folders, *, fsync: bool, local: bool) -> None:
-        self._root = root
-        self._folders = folders
-        self._fsync = fsync
-        self._pauses = () if local else _LATE_SECONDS
-        #: What gives a temporary its name, the best first. Those before one that works are dropped.
-        self._ways = [_link, rename_noreplace, _rename]
-
-    def write(
-        self, name: str, buffers: Sequence[BytesLike], mode: WriteMode = "create"
-    ) -> WriteResult:
-        """Publish `buffers` as one file, with a single `writev` if the kernel accepts it."""
-        self._root.check_writable(check_name(name))
-        views = [view for view in map(_as_bytes, buffers) if len(view)]
-        folder, _, base = name.rpartition("/")
+    root = folders.root
+    root.check_writable(check_name(name))
+    views = [view for view in map(_as_bytes, buffers) if len(view)]
+    make = False
+    while True:
         try:
-            try:
-                return self._write_once(folder, base, views, mode, make=False)
-            except FileNotFoundError:
-                # No folder yet, or the shelf is being deleted concurrently.
-                return self._write_once(folder, base, views, mode, make=True)
+            return _write_once(folders, name, views, mode, ways, fsync, waits, make)
         except StorageError:
             raise
         except FileNotFoundError as exc:
-            raise TransientStorageError(
-                exc.errno,
-                "writing failed: the folder was deleted twice during the write",
-                self._root.base + name,
-            ) from exc
+            # No folder yet, or the shelf is being deleted concurrently.
+            if make:
+                text = "writing failed: the folder was deleted twice during the write"
+                raise TransientStorageError(exc.errno, text, root.base + name) from exc
+            make = True
         except OSError as exc:
-            raise self._root.failed(exc, "writing", name, writing=True) from exc
+            raise root.failed(exc, "writing", name, writing=True) from exc
 
-    def _write_once(
-        self, folder: str, base: str, views: list[memoryview], mode: WriteMode, *, make: bool
-    ) -> WriteResult:
-        dir_fd = self._folders.open_to_put(folder, make=make)
-        temporary = temporary_name(base)
-        left = False
+
+def _write_once(
+    folders: Folders,
+    name: str,
+    views: list[memoryview],
+    mode: WriteMode,
+    ways: list[Way],
+    fsync: bool,
+    waits: bool,
+    make: bool,
+) -> WriteResult:
+    folder, _, base = name.rpartition("/")
+    dir_fd = folders.open_to_put(folder, make=make)
+    temporary = temporary_name(base)
+    is_left = False
+    try:
+        folders.root.check()
+        existed = occupied(base, dir_fd)
+        if existed and mode == "create":
+            return WriteResult.EXISTED
+        fd = os.open(temporary, CREATE, folders.file_mode, dir_fd=dir_fd)
+        is_left = True
         try:
-            self._root.check()
-            existed = occupied(base, dir_fd)
-            if existed and mode == "create":
-                return WriteResult.EXISTED
-            fd = os.open(temporary, CREATE, self._folders.file_mode, dir_fd=dir_fd)
-            left = True
-            try:
-                self._folders.give_file(fd)
-                total = _write_all(fd, views)
-                size = os.fstat(fd).st_size
-                if self._fsync:
-                    os.fsync(fd)
-            finally:
-                # Before publishing: NFS and FUSE report delayed write errors here.
-                os.close(fd)
-            if size != total:
-                self._check_size(temporary, base, dir_fd, total)
-            is_named = True
-            try:
-                if mode == "replace":
-                    os.replace(temporary, base, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
-                else:
-                    self._publish(temporary, base, dir_fd)
-                left = mode == "create" and self._ways[0] is _link
-            except (IsADirectoryError, NotADirectoryError) as exc:
-                raise not_regular(
-                    exc.errno, "a folder", f"{self._root.base}{folder}/{base}"
-                ) from exc
-            except OSError as exc:
-                # NFS repeats a request whose answer was lost, and some mounts do what they say has
-                # failed.
-                is_named = _has_name(temporary, base, dir_fd, total)
-                if not (is_named or isinstance(exc, FileExistsError)):
-                    raise
-            result = WriteResult.REPLACED if existed else WriteResult.CREATED
-            if not is_named:
-                result = WriteResult.EXISTED
-            if self._fsync:
-                self._sync_folder(folder)
-            return result
+            folders.give_file(fd)
+            total = _write_all(fd, views)
+            size = os.fstat(fd).st_size
+            if fsync:
+                os.fsync(fd)
         finally:
-            if left:
-                with contextlib.suppress(OSError):  # sweep() removes it later
-                    os.unlink(temporary, dir_fd=dir_fd)
-            os.close(dir_fd)
-
-    def _check_size(self, temporary: str, base: str, dir_fd: int, total: int) -> None:
-        """Raise TransientStorageError unless the closed file shows `total` bytes, soon at least.
-
-        Some mounts show the size of an open file late, and others that of one just closed.
-        """
-        for pause in (0.0, *self._pauses):
-            time.sleep(pause)
-            size = os.lstat(temporary, dir_fd=dir_fd).st_size
-            if size == total:
-                return
-        raise TransientStorageError(
-            errno.EIO,
-            f"the storage has {size} of {total} bytes written; nothing was published",
-            base,
-        )
-
-    def _publish(self, temporary: str, base: str, dir_fd: int) -> None:
-        """Give a finished temporary its name if it is free, else raise FileExistsError."""
-        for way in self._ways:
-            try:
-                way(temporary, base, dir_fd)
-            except OSError as exc:
-                error = storage_error(exc, "publishing", self._root.base + base, writing=True)
-                # Errors that may pass say nothing of the way.
-                if error.retryable or exc.errno in _OF_ONE_OBJECT:
-                    raise
-            else:
-                self._ways = self._ways[self._ways.index(way) :]
-                return
-        text = (
-            f"{error.strerror}; a mount that neither links nor renames files, as Mountpoint for S3,"
-            " takes no objects: use s3://bucket/prefix, or mount it otherwise"
-        )
-        raise type(error)(error.errno, text, error.filename)
-
-    def _sync_folder(self, folder: str) -> None:
-        fd = self._folders.open(folder, SCAN)
-        try:
-            os.fsync(fd)
-        finally:
+            # Before publishing: NFS and FUSE report delayed write errors here.
             os.close(fd)
+        if size != total:
+            _check_size(temporary, base, dir_fd, total, waits=waits)
+        is_named = True
+        try:
+            if mode == "replace":
+                os.replace(temporary, base, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
+            else:
+                _give_name(temporary, base, dir_fd, ways, folders.root.base)
+            is_left = mode == "create" and ways[0] is link
+        except (IsADirectoryError, NotADirectoryError) as exc:
+            raise not_regular(exc.errno, "a folder", folders.root.base + name) from exc
+        except OSError as exc:
+            # NFS repeats a request whose answer was lost, and some mounts do what they say has
+            # failed.
+            is_named = _has_name(temporary, base, dir_fd, total)
+            if not (is_named or isinstance(exc, FileExistsError)):
+                raise
+        if fsync:
+            folder_fd = folders.open(folder, SCAN)
+            try:
+                os.fsync(folder_fd)
+            finally:
+                os.close(folder_fd)
+        if not is_named:
+            return WriteResult.EXISTED
+        return WriteResult.REPLACED if existed else WriteResult.CREATED
+    finally:
+        if is_left:
+            with contextlib.suppress(OSError):  # sweep() removes it later
+                os.unlink(temporary, dir_fd=dir_fd)
+        os.close(dir_fd)
 
 
-def _link(temporary: str, base: str, dir_fd: int) -> None:
+def _check_size(temporary: str, base: str, dir_fd: int, total: int, *, waits: bool) -> None:
+    """Raise TransientStorageError unless the closed file shows `total` bytes, soon at least.
+
+    Some mounts show the size of an open file late, and others that of one just closed.
+    """
+    for pause in (0.0, *(_LATE_SECONDS if waits else ())):
+        time.sleep(pause)
+        size = os.lstat(temporary, dir_fd=dir_fd).st_size
+        if size == total:
+            return
+    text = f"the storage has {size} of {total} bytes written; nothing was published"
+    raise TransientStorageError(errno.EIO, text, base)
+
+
+def _give_name(temporary: str, base: str, dir_fd: int, ways: list[Way], root: str) -> None:
+    """Give a finished temporary its name if it is free, else raise FileExistsError."""
+    for place, way in enumerate(ways):
+        try:
+            way(temporary, base, dir_fd)
+        except OSError as exc:
+            error = storage_error(exc, "publishing", root + base, writing=True)
+            # Errors that may pass say nothing of the way.
+            if error.retryable or exc.errno in _OF_ONE_OBJECT:
+                raise
+        else:
+            del ways[:place]
+            return
+    text = (
+        f"{error.strerror}; a mount that neither links nor renames files, as Mountpoint for S3,"
+        " takes no objects: use s3://bucket/prefix, or mount it otherwise"
+    )
+    raise type(error)(error.errno, text, error.filename)
+
+
+def link(temporary: str, base: str, dir_fd: int) -> None:
+    """Link a temporary to its name; EEXIST if that exists."""
     os.link(temporary, base, src_dir_fd=dir_fd, dst_dir_fd=dir_fd, follow_symlinks=False)
 
 
-def _rename(temporary: str, base: str, dir_fd: int) -> None:
+def rename(temporary: str, base: str, dir_fd: int) -> None:
+    """Rename a temporary unless its name exists: then EEXIST."""
     # Two concurrent writers may both succeed here. Equal names hold equal bytes, so the second
     # rename does no harm.
     if occupied(base, dir_fd):

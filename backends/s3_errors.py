@@ -1,13 +1,19 @@
 """What the answers of an S3 store mean, as obstore reports them.
 
 Owns the mapping from status codes, error codes and exceptions to the classes of
-:mod:`kvshelf.errors`, and the hints that tell users what to correct. Pure functions.
+:mod:`kvshelf.errors`, and the hints that tell users what to correct. Also owns the *quirks*: what
+stores that speak S3 may lack, and what this process has learned of each store. A quirk is learned
+from an answer that says so and from no other, and forgotten after an hour. The storage option
+``quirks`` sets one for good.
+
+Any thread may call any function. None of them makes a request.
 """
 
 from __future__ import annotations
 
 import errno
 import re
+import time
 from typing import Final
 
 from kvshelf.backends.oserrors import no_space, process_limit
@@ -51,26 +57,101 @@ _RETRYABLE: Final = frozenset(
 _NO_LOCATION: Final = "Received redirect without LOCATION"
 #: Answers to a condition that does not hold.
 ALREADY_THERE: Final = frozenset(("412", "PreconditionFailed"))
-_OF_KIND: Final = {
+#: The status of an answer whose text has none, by the class of the exception.
+_STATUS_OF_CLASS: Final = {
     "PermissionDeniedError": "403",
     "UnauthenticatedError": "401",
     "PreconditionError": "412",
+    "AlreadyExistsError": "412",
 }
 #: Most characters of an answer that are shown.
 SHOWN_CHARACTERS: Final = 300
-NO_CREDENTIALS: Final = (
-    "no AWS credentials were found: set key and secret in storage_options, or AWS_ACCESS_KEY_ID"
-    " and AWS_SECRET_ACCESS_KEY, a profile or a role; for a public bucket set anon: true"
-)
 _RIGHTS: Final = (
     "allow s3:ListBucket on the bucket, s3:GetObject and, for engines that store, s3:PutObject"
     " on its objects"
 )
 
+NO_DELETE_OBJECTS: Final = "no-delete-objects"
+NO_CHECKSUMS: Final = "no-checksums"
+NO_CONDITIONS: Final = "no-conditions"
+NO_SELF_COPY: Final = "no-self-copy"
+NO_HEAD_LENGTH: Final = "no-head-length"
+ENDPOINT_HAS_BUCKET: Final = "endpoint-has-bucket"
+UNSORTED_LISTINGS: Final = "unsorted-listings"
+
+#: What is done about each quirk.
+QUIRKS: Final = {
+    NO_DELETE_OBJECTS: "objects are deleted by a request for each",
+    NO_CHECKSUMS: "objects are written without a checksum",
+    NO_CONDITIONS: "objects are written without If-None-Match",
+    NO_SELF_COPY: "uses are not recorded: objects age by their last change",
+    NO_HEAD_LENGTH: "objects are probed by GET requests of their first byte",
+    ENDPOINT_HAS_BUCKET: "the endpoint names the bucket, and the path does not",
+    UNSORTED_LISTINGS: "to find objects of some folders all are listed",
+}
+_NOT_THERE: Final = frozenset(("501", "405", "NotImplemented", "MethodNotAllowed"))
+_CHECKSUM: Final = re.compile(
+    r"(unsupported|not supported|not implemented|unknown)[^<]*(checksum|header)"
+    r"|(checksum|header)[^<]*(unsupported|not supported|not implemented|unknown)",
+    re.IGNORECASE,
+)
+#: Seconds for which a quirk that was learned is known.
+LEARNED_SECONDS: Final = 3600.0
+#: The time at which each quirk of a store is forgotten. All backends of this process share it.
+_known_until: Final[dict[tuple[str, str], dict[str, float]]] = {}
+
+
+def quirks_of(endpoint: str, bucket: str) -> frozenset[str]:
+    """Return the quirks of a store that are known at present."""
+    now, known = time.monotonic(), _known_until.get((endpoint, bucket), {})
+    return frozenset(quirk for quirk, until in known.items() if now < until)
+
+
+def learn(endpoint: str, bucket: str, quirk: str, seconds: float = LEARNED_SECONDS) -> None:
+    """Know a quirk of a store for some time; 0 forgets it."""
+    known = _known_until.get((endpoint, bucket), {})
+    # Other threads iterate over the dictionary that was there.
+    _known_until[endpoint, bucket] = known | {quirk: time.monotonic() + seconds}
+
+
+def shows(exc: Exception, quirk: str) -> bool:
+    """Whether the answer to a request that needs what a store may lack says that it does."""
+    text, codes = _text_of(exc), codes_of(exc)
+    if quirk == NO_HEAD_LENGTH:
+        return "content-length header missing" in text.lower()
+    if quirk == ENDPOINT_HAS_BUCKET:
+        # The store took the path of the bucket for a key.
+        return "NoSuchKey" in codes
+    if quirk == NO_CONDITIONS:
+        return bool(codes & _NOT_THERE) or type(exc).__name__ == "NotSupportedError"
+    if quirk == NO_SELF_COPY:
+        return bool(codes & {"InvalidRequest", "InvalidArgument", *_NOT_THERE})
+    # Deletions of many objects are sent with a checksum as well.
+    refused = bool(codes & {"400", "501"}) and _CHECKSUM.search(text) is not None
+    return refused or (quirk == NO_DELETE_OBJECTS and bool(codes & _NOT_THERE))
+
+
+def codes_of(exc: BaseException) -> set[str]:
+    """Return the error code and the status of an answer, also where only the class says it."""
+    matches = (pattern.search(_text_of(exc)) for pattern in (_CODE, _CODE_OF_ONE, _STATUS))
+    codes = {match[1] for match in matches if match is not None}
+    status = _STATUS_OF_CLASS.get(type(exc).__name__)
+    return codes if status is None else codes | {status}
+
+
+def _text_of(exc: BaseException) -> str:
+    return str(exc).partition("\n\nDebug source")[0]
+
 
 def is_panic(exc: BaseException) -> bool:
     """Whether an exception is a panic of a Rust library, which is no `Exception`."""
     return type(exc).__name__ == "PanicException"
+
+
+def refuses_keys(exc: BaseException) -> bool:
+    """Whether other keys may be what a refused request lacks."""
+    codes = codes_of(exc)
+    return bool(codes & {"401", "403", *_BAD_KEYS}) or codes == {"400"}
 
 
 def obstore_error(
@@ -101,7 +182,7 @@ def obstore_error(
         return TransientStorageError(errno.EIO, said, path)
     text = text.partition("\n\nDebug source")[0].strip() or type(exc).__name__
     status = _STATUS.search(text)
-    codes = _codes(exc, text)
+    codes = codes_of(exc)
     if "NoSuchBucket" not in codes and isinstance(exc, FileNotFoundError):
         return ObjectMissingError(errno.ENOENT, f"{what} failed: no such object", path)
     is_redirect = status is not None and status[1] in ("301", "307")
@@ -115,9 +196,8 @@ def obstore_error(
     if codes & _FULL:
         return no_space(errno.ENOSPC, said, path, "quota")
     if codes & ALREADY_THERE:
-        return TransientStorageError(
-            errno.ESTALE, f"{said}; the object was replaced meanwhile", path
-        )
+        said = f"{said}; the object was replaced meanwhile"
+        return TransientStorageError(errno.ESTALE, said, path)
     if codes & _RETRYABLE:
         return TransientStorageError(errno.EIO, said, path)
     if status is None:
@@ -127,18 +207,6 @@ def obstore_error(
             said = f"{what} failed: {hint} {shorten(text)}"
         return TransientStorageError(errno.EIO, said, path)
     return PermanentStorageError(errno.EIO, said, path)
-
-
-def refuses_keys(exc: BaseException) -> bool:
-    """Whether other keys may be what a refused request lacks."""
-    codes = _codes(exc, str(exc))
-    return bool(codes & {"401", "403", *_BAD_KEYS}) or codes == {"400"}
-
-
-def _codes(exc: BaseException, text: str) -> set[str]:
-    """Return the error code and the status of an answer, also where only the class says it."""
-    codes = codes_of(text.partition("\n\nDebug source")[0])
-    return codes | {_OF_KIND.get(type(exc).__name__, "")} - {""}
 
 
 def _explained(
@@ -151,13 +219,12 @@ def _explained(
         return PermanentStorageError, errno.ENOENT, hint
     if codes & _OTHER_REGION:
         region = _REGION.search(text)
-        found = f", {region[1] or region[2]}," if region is not None else ""
-        return (
-            PermanentStorageError,
-            errno.EINVAL,
-            f"the bucket is in another region{found}: set client_kwargs.region_name in"
-            " storage_options, or AWS_REGION",
+        name = f", {region[1] or region[2]}," if region is not None else ""
+        hint = (
+            f"the bucket is in another region{name}: set client_kwargs.region_name in"
+            " storage_options, or AWS_REGION"
         )
+        return PermanentStorageError, errno.EINVAL, hint
     if "RequestTimeTooSkewed" in codes:
         hint = "this machine's clock and the store's differ: correct the one that is wrong"
         return PermanentStorageError, errno.EACCES, hint
@@ -166,12 +233,8 @@ def _explained(
     if codes & {"401", *_BAD_KEYS} or codes == {"400"}:
         return PermanentStorageError, errno.EACCES, keys
     if codes & {"403", "AccessDenied"}:
-        refused = ReadOnlyStorageError if writing else PermanentStorageError
-        return (
-            refused,
-            errno.EACCES,
-            _RIGHTS if "AccessDenied" in codes else f"{keys}; or {_RIGHTS}",
-        )
+        hint = _RIGHTS if "AccessDenied" in codes else f"{keys}; or {_RIGHTS}"
+        return ReadOnlyStorageError if writing else PermanentStorageError, errno.EACCES, hint
     return None
 
 
@@ -193,9 +256,3 @@ def _said(text: str) -> str:
         return status[1].strip()
     # What matters is at the end, behind the causes.
     return text.splitlines()[0][-SHOWN_CHARACTERS:] if text.strip() else ""
-
-
-def codes_of(text: str) -> set[str]:
-    """Return the error code and the status in a message."""
-    searched = (pattern.search(text) for pattern in (_CODE, _CODE_OF_ONE, _STATUS))
-    return {found[1] for found in searched if found is not None}

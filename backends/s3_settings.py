@@ -14,15 +14,14 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 from urllib.parse import urlsplit
 
-from kvshelf.backends.options import check_names, mapping_of, named
-from kvshelf.backends.s3_errors import NO_CREDENTIALS
-from kvshelf.backends.s3_quirks import QUIRKS
+from kvshelf.backends.options import check_names, flattened
+from kvshelf.backends.s3_errors import QUIRKS, quirks_of
 from kvshelf.errors import ConfigError
 from kvshelf.urls import shown_url
 
@@ -64,14 +63,12 @@ _REFRESH: Final = timedelta(minutes=5)
 #: Keys that are refused are read again after so many seconds at the earliest.
 _AGAIN_SECONDS: Final = 5.0
 _GIVEN: Final = "storage_options"
-
-
-class Setting(NamedTuple):
-    """One setting as it is shown: what it is called, its value, and where that comes from."""
-
-    name: str
-    value: str
-    source: str
+_STYLE: Final = "config_kwargs.s3.addressing_style"
+_VERIFY: Final = "client_kwargs.verify"
+NO_CREDENTIALS: Final = (
+    "no AWS credentials were found: set key and secret in storage_options, or AWS_ACCESS_KEY_ID"
+    " and AWS_SECRET_ACCESS_KEY, a profile or a role; for a public bucket set anon: true"
+)
 
 
 @dataclass(frozen=True)
@@ -90,8 +87,8 @@ class Settings:
         None: requests are not signed.
     verify : object
         Which certificates are trusted: a path, False for any, None for the usual ones.
-    rows : tuple of Setting
-        The same for people, without secrets.
+    rows : Mapping
+        For people: the value of each setting, without secrets, and where it comes from.
     """
 
     endpoint: str
@@ -100,7 +97,7 @@ class Settings:
     style: str
     keys: Keys | None
     verify: Any
-    rows: tuple[Setting, ...]
+    rows: Mapping[str, tuple[str, str]]
 
     def endpoint_of(self, bucket: str) -> str:
         """Return the URL to which names of objects are appended, for a client that wants it so."""
@@ -126,69 +123,94 @@ def resolve(options: Mapping[str, Any]) -> Settings:
         raise ConfigError(f"AWS configuration: {exc}") from exc
 
 
+def settings_of(
+    url: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None
+) -> list[tuple[str, str]]:
+    """Return what reaches the storage at `url`, where there is a choice, and where it comes from.
+
+    After it was used, also what this process has learned that the storage lacks.
+
+    Returns
+    -------
+    list of (str, str)
+        For each setting its name and, without secrets, its value with its source in parentheses.
+        Empty where :func:`kvshelf.backends.open_backend` raises ConfigError, or for no bucket.
+    """
+    scheme, _, place = os.fspath(url).partition("://")
+    if scheme.lower() not in ("s3", "s3a"):
+        return []
+    try:
+        settings = resolve(storage_options or {})
+    except (ConfigError, ImportError):
+        return []
+    rows = [
+        (f"s3 {name}", f"{value} ({source})") for name, (value, source) in settings.rows.items()
+    ]
+    known = sorted(quirks_of(settings.endpoint, place.partition("/")[0]))
+    return rows + [("s3 quirk", f"{quirk}: {QUIRKS[quirk]}") for quirk in known]
+
+
 class _Search:
+    """Finds settings in the storage options, the environment and a profile, in their order."""
+
     def __init__(self, options: Mapping[str, Any]) -> None:
         from botocore.exceptions import ProfileNotFound
         from botocore.session import Session
 
-        self._options = options
-        self._client = mapping_of(options, "client_kwargs")
-        self._config = mapping_of(options, "config_kwargs")
-        self._style = mapping_of(self._config, "s3").get("addressing_style", "auto")
-        if self._style not in ("auto", "path", "virtual"):
+        self._options = options = flattened(options, *NESTED)
+        style = options.get(_STYLE, "auto")
+        if style not in ("auto", "path", "virtual"):
             raise ConfigError(
-                f"storage_options: addressing_style is {self._style!r}; expected auto, path or"
-                " virtual"
+                f"storage_options: addressing_style is {style!r}; expected auto, path or virtual"
             )
+        if style == "auto":
+            options.pop(_STYLE, None)
         if bool(options.get("key")) != bool(options.get("secret")):
             raise ConfigError("storage_options: key and secret belong together; found one of them")
-        self._unsigned = options.get("anon") or self._config.get("signature_version") == "unsigned"
-        self._session = Session(profile=options.get("profile"))
+        signature = options.get("config_kwargs.signature_version")
+        self._is_unsigned = options.get("anon") or signature == "unsigned"
+        named = options.get("profile")
+        self._session = Session(profile=named)
         try:
             self._profile: Mapping[str, Any] = self._session.get_scoped_config()
         except ProfileNotFound:
-            if options.get("profile") or not (self._unsigned or options.get("key")):
+            if named or not (self._is_unsigned or options.get("key")):
                 raise
             self._profile = {}
-        name = options.get("profile") or self._session.profile or "default"
-        self._profile_name = f"profile {name}"
-        self._rows: list[Setting] = []
+        self._profile_name = f"profile {named or self._session.profile or 'default'}"
+        self._rows: dict[str, tuple[str, str]] = {}
 
     def settings(self) -> Settings:
+        profile = self._profile
         region = self._first(
             "region",
-            [
-                ("client_kwargs.region_name", self._client.get("region_name")),
-                ("config_kwargs.region_name", self._config.get("region_name")),
-            ],
+            ("client_kwargs.region_name", "config_kwargs.region_name"),
             ("AWS_REGION", "AWS_DEFAULT_REGION"),
-            self._profile.get("region"),
+            profile.get("region"),
             "us-east-1",
         )
         endpoint, is_aws = self._endpoint(region)
-        given = (("config_kwargs.s3.addressing_style", self._style),) * (self._style != "auto")
+        nested = profile.get("s3")
+        found = nested.get("addressing_style") if isinstance(nested, Mapping) else None
         # A profile's addressing belongs to its endpoint.
-        of_profile = None if self._rows[-1].source.startswith(_GIVEN) else self._profile.get("s3")
-        found = of_profile.get("addressing_style") if isinstance(of_profile, Mapping) else None
+        if found == "auto" or self._rows["endpoint"][1].startswith(_GIVEN):
+            found = None
         usual = "virtual" if is_aws and self._flag("fips") else "path"
-        style = self._first("addressing", given, (), found if found != "auto" else None, usual)
-        verify = self._first(
-            "certificates",
-            [("client_kwargs.verify", self._client.get("verify"))],
-            ("AWS_CA_BUNDLE",),
-            self._profile.get("ca_bundle"),
-            None,
-        )
+        style = self._first("addressing", (_STYLE,), (), found, usual)
+        bundle = profile.get("ca_bundle")
+        verify = self._first("certificates", (_VERIFY,), ("AWS_CA_BUNDLE",), bundle, None)
         keys = self._keys()
         # The only settings that obstore takes from the environment: no option has them.
         for variable in ("AWS_SERVER_SIDE_ENCRYPTION", "AWS_SSE_KMS_KEY_ID"):
             if variable in os.environ:
-                self._rows.append(Setting("encryption", os.environ[variable], variable))
-        return Settings(endpoint, is_aws, region, style, keys, verify, tuple(self._rows))
+                self._rows["encryption"] = os.environ[variable], variable
+        return Settings(endpoint, is_aws, region, style, keys, verify, self._rows)
 
-    def _first(self, name: str, given: Any, variables: Any, profile: Any, usual: Any) -> Any:
+    def _first(
+        self, name: str, options: Sequence[str], variables: Sequence[str], profile: Any, usual: Any
+    ) -> Any:
         """Return the first value that is set, and note it for people."""
-        places = [(f"{_GIVEN}: {option}", value) for option, value in given]
+        places = [(f"{_GIVEN}: {option}", self._options.get(option)) for option in options]
         environment = [(variable, os.environ.get(variable) or None) for variable in variables]
         of_profile = [(self._profile_name, profile)]
         if self._options.get("profile"):
@@ -197,44 +219,39 @@ class _Search:
             places += environment + of_profile
         found = ((source, value) for source, value in places if value is not None)
         source, value = next(found, ("default", usual))
-        shown = "the system's" if value is None else shown_url(str(value))
-        self._rows.append(Setting(name, shown, source))
+        self._rows[name] = "the system's" if value is None else shown_url(str(value)), source
         return value
 
     def _flag(self, kind: str) -> bool:
         """Return whether a variant of AWS's endpoints is wanted: ``dualstack`` or ``fips``."""
         name = f"use_{kind}_endpoint"
-        values = (self._config.get(name), os.environ.get(f"AWS_{name.upper()}"))
-        found = next((v for v in (*values, self._profile.get(name)) if v is not None), False)
-        return str(found).lower() == "true"
+        option, variable = self._options.get(f"config_kwargs.{name}"), f"AWS_{name.upper()}"
+        values = (option, os.environ.get(variable), self._profile.get(name))
+        return str(next((v for v in values if v is not None), False)).lower() == "true"
 
     def _endpoint(self, region: str) -> tuple[str, bool]:
+        """Return the endpoint, and whether it is AWS's."""
         services = self._session.full_config.get("services", {}) if self._profile else {}
         service = services.get(self._profile.get("services"), {}).get("s3", {})
-        ignored = os.environ.get("AWS_IGNORE_CONFIGURED_ENDPOINT_URLS", "").lower() == "true"
-        found = self._first(
-            "endpoint",
-            [
-                ("endpoint_url", self._options.get("endpoint_url")),
-                ("client_kwargs.endpoint_url", self._client.get("endpoint_url")),
-            ],
-            () if ignored else ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"),
-            None if ignored else service.get("endpoint_url") or self._profile.get("endpoint_url"),
-            None,
-        )
-        if found is not None:
-            _, value, source = self._rows[-1]
-            parts = urlsplit(str(found))
-            is_plain = not (parts.username or parts.query or parts.fragment)
-            if parts.scheme not in ("http", "https") or not is_plain:
-                raise ConfigError(
-                    f"{source} is {value!r}; expected http(s)://host, without user or query: keys"
-                    " are options of their own"
-                )
-            return str(found).rstrip("/"), False
-        endpoint = self._endpoint_of_aws(region)
-        self._rows[-1] = Setting("endpoint", endpoint, f"AWS, region {region}")
-        return endpoint, True
+        of_profile = service.get("endpoint_url") or self._profile.get("endpoint_url")
+        variables: Sequence[str] = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
+        if os.environ.get("AWS_IGNORE_CONFIGURED_ENDPOINT_URLS", "").lower() == "true":
+            of_profile, variables = None, ()
+        options = ("endpoint_url", "client_kwargs.endpoint_url")
+        found = self._first("endpoint", options, variables, of_profile, None)
+        if found is None:
+            endpoint = self._endpoint_of_aws(region)
+            self._rows["endpoint"] = endpoint, f"AWS, region {region}"
+            return endpoint, True
+        parts = urlsplit(str(found))
+        is_plain = not (parts.username or parts.query or parts.fragment)
+        if parts.scheme not in ("http", "https") or not is_plain:
+            value, source = self._rows["endpoint"]
+            raise ConfigError(
+                f"{source} is {value!r}; expected http(s)://host, without user or query: keys"
+                " are options of their own"
+            )
+        return str(found).rstrip("/"), False
 
     def _endpoint_of_aws(self, region: str) -> str:
         """Return the endpoint of a region, in whichever partition of AWS it is."""
@@ -254,14 +271,14 @@ class _Search:
         from botocore.exceptions import BotoCoreError
         from botocore.session import Session
 
-        if self._unsigned:
-            self._rows.append(Setting("keys", "none: requests are not signed", _GIVEN))
+        if self._is_unsigned:
+            self._rows["keys"] = "none: requests are not signed", _GIVEN
             return None
         key, secret, profile = (self._options.get(name) for name in ("key", "secret", "profile"))
         if key:
             token = self._options.get("token") or None
             also = " with a session token" if token else ""
-            self._rows.append(Setting("keys", f"an access key{also}", f"{_GIVEN}: key, secret"))
+            self._rows["keys"] = f"an access key{also}", f"{_GIVEN}: key, secret"
             return Keys(lambda: Credentials(key, secret, token))
         try:
             keys = Keys(lambda: Session(profile=profile).get_credentials())
@@ -273,7 +290,7 @@ class _Search:
         method = str(keys.credentials.method)
         # As botocore calls it: shared-credentials-file, sso, iam-role and others.
         source = "AWS_ACCESS_KEY_ID" if method == "env" else f"{self._profile_name}, {method}"
-        self._rows.append(Setting("keys", "an access key", source))
+        self._rows["keys"] = "an access key", source
         return keys
 
 
@@ -326,5 +343,5 @@ class Keys:
 
 def check_options(options: Mapping[str, Any]) -> None:
     """Refuse what obstore does not know. Raises ConfigError."""
-    check_names(named(options, *NESTED), (*OPTIONS, "checksum", "client", "quirks"), ELSEWHERE)
+    check_names(flattened(options, *NESTED), (*OPTIONS, "checksum", "client", "quirks"), ELSEWHERE)
     check_names(options.get("quirks") or (), QUIRKS)

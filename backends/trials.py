@@ -1,15 +1,16 @@
 """Trials: repeats of failed calls, by which an open circuit breaker of reads is closed.
 
-Owns which call of a storage failed last, which worked last, and the thread that repeats them. One
-success closes the breaker.
+Owns which call of a storage failed last, which object was read last, and the thread that repeats
+these calls. One success closes the breaker.
 
 Contracts
 ---------
 * A trial makes its calls through the guard, on a daemon thread of its own, `kvshelf-trial`.
-* There is one trial at a time. One that is stuck is replaced in the next round, since its call may
-  hang for ever although the storage works again; at most 8 are stuck.
-* :meth:`Trials.check` is called on the guard's thread and calls no storage; the other methods are
-  called on any thread.
+* There is one trial at a time. One that is stuck is replaced in the next round, by one that does
+  not repeat the call that is stuck: it may hang for ever although the storage works again. At most
+  8 are stuck.
+* :meth:`Trials.check` is called on the guard's thread and calls no storage. Any thread may set the
+  attributes.
 """
 
 from __future__ import annotations
@@ -45,33 +46,27 @@ class Trials:
         Of its reads.
     deadlines : Deadlines
         A trial without a result has failed after the time for two reads.
+
+    Attributes
+    ----------
+    failed : (str, str)
+        Kind and name of the call that failed last; a listing of the root at first.
+    worked : str or None
+        The object that was read last.
     """
 
     def __init__(self, guarded: Backend, breaker: Breaker, deadlines: Deadlines) -> None:
         self._guarded = guarded
         self._breaker = breaker
         self._deadlines = deadlines
-        #: Kind and name of the call that failed last, and the last name that worked for each kind.
-        self._failed: tuple[str, str] | None = None
-        self._worked: dict[str, str] = {}
+        self.failed = LIST, ""
+        self.worked: str | None = None
         self._running: set[int] = set()
         self._until = 0.0
 
     def __contains__(self, thread: int) -> bool:
         """Whether a thread, by its identity, is a trial."""
         return thread in self._running
-
-    def note_worked(self, kind: str, name: str) -> None:
-        """Remember a call that worked."""
-        self._worked[kind] = name
-
-    def note_failed(self, kind: str, name: str) -> None:
-        """Remember a call that failed."""
-        self._failed = kind, name
-
-    def forget_failed(self) -> None:
-        """Note that the breaker is closed."""
-        self._failed = None
 
     def check(self, now: float) -> None:
         """Start a trial, or end one without a result, when it is time."""
@@ -84,10 +79,11 @@ class Trials:
 
     def _start(self) -> None:
         """Start the trial of one round."""
-        kind, name = self._failed or (LIST, "")
-        # First what worked: the call that failed may be the only one that does, or hang for ever.
-        worked = self._worked.get(kind)
-        calls = dict.fromkeys([(LIST, "") if worked is None else (kind, worked), (kind, name)])
+        # Something else as well: the call that failed may be the only one that does. Where that is
+        # a read, a listing does not show that bytes can be read.
+        is_read = self.failed[0] == READ and self.worked is not None
+        other = (READ, self.worked or "") if is_read else (LIST, "")
+        calls = [other] if self._running else list(dict.fromkeys([self.failed, other]))
         thread = threading.Thread(
             target=self._run, args=(calls,), name="kvshelf-trial", daemon=True
         )

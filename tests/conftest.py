@@ -156,7 +156,7 @@ def clean_environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
         patch.setenv("KVSHELF_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
         for name in ("CONNECT_SECONDS", "READ_SECONDS"):
             # Servers on a busy machine answer late. A test that waits for a deadline sets it.
-            patch.setattr(f"kvshelf.backends.s3_client.{name}", PATIENCE)
+            patch.setattr(f"kvshelf.backends.s3_requests.{name}", PATIENCE)
         for name in ("NO_PROXY", "no_proxy"):
             # The servers of the tests are on this machine, whatever the way to others is.
             patch.setenv(name, "127.0.0.1,localhost")

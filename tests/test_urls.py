@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from kvshelf.backends import Backend, open_backend, settings_of
+from kvshelf.backends import Backend, open_backend
+from kvshelf.backends.s3_settings import settings_of
 from kvshelf.cli.app import app
 from kvshelf.config import Config
 from kvshelf.errors import ConfigError, KVShelfError

@@ -51,6 +51,7 @@ PUBLIC_MODULES = (
     "kvshelf.memory.chunk_memory",
     "kvshelf.ops",
     "kvshelf.server.client",
+    "kvshelf.testing.backends",
     "kvshelf.tiers.disk_tier",
     "kvshelf.vllm.multiprocess",
     "kvshelf.weights.fingerprints",

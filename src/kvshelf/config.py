@@ -325,8 +325,7 @@ class Config(BaseSettings):
     that are being stored, and at most half chunks that were read ahead for requests that wait to be
     scheduled. If the option is not set, the engine takes what four steps need: at least `1GiB`, and
     beyond that at most a sixteenth of the machine's memory. It keeps nothing then but chunks that
-    were read ahead, from storage with a probe latency of 1 ms or more, such as S3. See
-    [Storage](storage.md)."""
+    were read ahead, from remote storage such as S3 or NFS. See [Storage](storage.md)."""
     capacity: CapacityConfig = CapacityConfig()
     """Bounds of the shelf, all optional: `{"max_bytes": "2TiB", "max_age": "7d"}`. `max_bytes`
     bounds all objects on the shelf, of all models and engines together. Near it, engines delete the

@@ -12,7 +12,7 @@ import pytest
 from kvshelf.backends import Backend
 from tests.sim.s3 import ScriptedS3
 
-pytest.register_assert_rewrite("tests.support.backend_suite")
+pytest.register_assert_rewrite("kvshelf.testing.backends")
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def store(no_account: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Scripte
     """An S3 store of which nothing is known."""
     pytest.importorskip("obstore", reason="obstore is missing: pip install '.[s3]'")
     # Another store may have had its port.
-    monkeypatch.setattr("kvshelf.backends.s3_quirks._known_until", {})
+    monkeypatch.setattr("kvshelf.backends.s3_errors._known_until", {})
     with ScriptedS3() as store:
         yield store
 

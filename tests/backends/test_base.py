@@ -1,24 +1,50 @@
-"""Rules that all backends share: deletions one by one, ages, what an object has to be."""
+"""Rules that all backends share: wrappers, deletions one by one, what an object has to be."""
 
 from __future__ import annotations
 
 import errno
-import time
 from array import array
+from inspect import signature
+from unittest.mock import create_autospec
 
 import pytest
 import xxhash
 
 from kvshelf.backends.base import (
-    NEVER_OLD,
+    Backend,
     DeleteResults,
     Whole,
     WholeReader,
     delete_each,
     is_whole,
-    time_for_ages,
 )
+from kvshelf.backends.guard import GuardedBackend
+from kvshelf.backends.wrappers import ReadOnlyBackend, WrappedBackend
 from kvshelf.errors import PermanentStorageError, TransientStorageError
+from tests.sim.storage import FaultyStorage
+
+
+@pytest.mark.parametrize(
+    "wrapper", [WrappedBackend, ReadOnlyBackend, GuardedBackend, FaultyStorage]
+)
+def test_wrapper_overrides_or_forwards_every_method(wrapper: type[WrappedBackend]) -> None:
+    for name in vars(Backend):
+        if not name.startswith("_"):
+            owner = next(kind for kind in wrapper.__mro__ if name in vars(kind))
+            assert owner is not Backend, f"{wrapper.__name__} does not forward {name}"
+
+
+def test_wrapper_that_overrides_nothing_passes_every_call_on() -> None:
+    inner = create_autospec(Backend, instance=True, url="memory://x")
+    wrapper = WrappedBackend(inner)
+    for name, member in vars(Backend).items():
+        if isinstance(member, property):
+            assert getattr(wrapper, name) is getattr(inner, name)
+        elif not name.startswith("_"):
+            given = {parameter: object() for parameter in [*signature(member).parameters][1:]}
+            called = getattr(inner, name)
+            assert getattr(wrapper, name)(**given) is called.return_value
+            called.assert_called_once_with(**given)
 
 
 @pytest.mark.parametrize(
@@ -41,21 +67,6 @@ def test_deletions_one_by_one_end_where_the_storage_may_be_down(outcomes: str, t
     answers[tried:] = answers[tried - 1 : tried] * (len(names) - tried)
     assert delete_each(names, delete) == answers
     assert calls == names[:tried]
-
-
-@pytest.mark.parametrize(
-    ("ahead", "by"),
-    [
-        *((-4000.0, "nobody"), (-3600.0, "storage"), (-10.0, "storage")),
-        *((10.0, "machine"), (3600.0, "machine"), (4000.0, "nobody")),
-    ],
-)
-def test_ages_go_by_the_clock_that_is_behind_unless_an_hour_lies_between(
-    ahead: float, by: str
-) -> None:
-    own = time.time()
-    expected = {"storage": own + ahead, "machine": own, "nobody": NEVER_OLD}
-    assert time_for_ages(own + ahead, "memory://x") == pytest.approx(expected[by], abs=5.0)
 
 
 def test_object_is_whole_only_with_spaces_up_to_its_first_part() -> None:

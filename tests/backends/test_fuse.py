@@ -37,11 +37,11 @@ from kvshelf.shelf.failed_keys import FailedKeys
 from kvshelf.shelf.lookup import LookupService
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.shelf.view import ObjectRef
+from kvshelf.testing.backends import BackendSuite, Oracle, read_into
 from tests.faults.faultfs import FaultMount, _unmount, mounted, skip, why_not
 from tests.support import prompts
-from tests.support.backend_suite import BackendSuite, read_into
 from tests.support.formats import make_format
-from tests.support.oracles import FolderOracle, Oracle
+from tests.support.oracles import FolderOracle
 from tests.support.prompts import make_chunks
 from tests.support.servers import command
 from tests.support.transfers import Rig
@@ -334,13 +334,3 @@ def test_a_mount_that_does_not_answer_is_found_without_asking_it(
             assert find_mount(str(mount.path / "shelf")).kind.startswith("fuse")
         finally:
             mount.thaw()
-
-
-def test_measuring_ends_soon_where_a_probe_takes_long(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> None:
-    with mounted(tmp_path_factory.mktemp("slow")) as mount:
-        mount.add("getattr", "shelf/.*", seconds=0.05)
-        backend = PosixBackend(mount.path / "shelf")
-        assert backend.properties.probe_cost >= 0.05
-        assert mount.met() < 5

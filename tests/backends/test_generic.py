@@ -28,7 +28,7 @@ from kvshelf.errors import (
     StorageError,
     TransientStorageError,
 )
-from tests.support.backend_suite import read_into
+from kvshelf.testing.backends import read_into
 
 pytestmark = pytest.mark.real
 
@@ -102,16 +102,6 @@ def test_object_that_changes_after_it_was_opened_is_not_read(
         error = ObjectMissingError if other is None else TransientStorageError
         with pytest.raises(error):
             reader.read_into(memoryview(bytearray(3)), 0)
-
-
-def test_a_reader_sees_one_version(backend: GenericBackend) -> None:
-    backend.write("a/x", [b"first"])
-    buffer = bytearray(2)
-    with backend.open("a/x") as reader:
-        reader.read_into(memoryview(buffer), 0)
-        backend.write("a/x", [b"other"], "replace")
-        reader.read_into(memoryview(buffer), 3)
-    assert buffer == b"st"
 
 
 def test_failed_move_leaves_nothing(tmp_path: Path, monkeypatch: Any) -> None:

@@ -7,6 +7,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -18,7 +19,7 @@ from typer.testing import CliRunner
 
 from kvshelf.backends import Backend, open_backend, s3_settings
 from kvshelf.backends.base import WriteResult, delete_one
-from kvshelf.backends.s3_client import PROBES_AT_ONCE
+from kvshelf.backends.s3 import PROBES_AT_ONCE
 from kvshelf.cli.app import app
 from kvshelf.errors import (
     ConfigError,
@@ -30,9 +31,9 @@ from kvshelf.errors import (
     StorageError,
     TransientStorageError,
 )
+from kvshelf.testing.backends import BackendSuite, Oracle
 from tests.sim.s3 import Answer, Request, ScriptedS3, refusal
-from tests.support.backend_suite import BackendSuite
-from tests.support.oracles import FolderOracle, Oracle
+from tests.support.oracles import FolderOracle
 from tests.support.servers import (
     BUCKET,
     KEY,
@@ -519,7 +520,7 @@ def test_deletion_of_many_from_store_that_is_down_asks_once(
         if len(calls) > 1:
             raise down
 
-    monkeypatch.setattr(bucket.client, "delete", fail)
+    monkeypatch.setattr(bucket, "_remove", fail)
     assert bucket.delete([f"a/{number}" for number in range(2500)]) == [True] * 1000 + [down] * 1500
     assert calls == [1000, 1000]
 
@@ -539,6 +540,29 @@ def test_probes_of_many_names_are_made_some_at_once(store: ScriptedS3, bucket: A
     store.script = note
     assert bucket.stat([f"a/{number}" for number in range(300)]) == [None] * 300
     assert 1 < most <= PROBES_AT_ONCE
+
+
+def test_name_that_is_being_probed_is_asked_for_once_until_it_is_written(
+    store: ScriptedS3, bucket: Any
+) -> None:
+    gate, names = threading.Event(), ["a/x", "a/y"]
+    store.script = lambda request: gate.wait(PATIENCE) and None if request.kind == "probe" else None
+    seen = len(store.requests)
+    with ThreadPoolExecutor(3) as pool:
+        first = pool.submit(bucket.stat, names)
+        until(lambda: len(store.requests) == seen + 2)
+        second = pool.submit(bucket.stat, ["a/z", "a/x"])
+        until(lambda: len(store.requests) == seen + 3)
+        bucket._put("a/y", b"1", create=False)
+        third = pool.submit(bucket.stat, names)
+        until(lambda: len(store.requests) == seen + 5)
+        gate.set()
+        assert (second.result(), third.result()) == ([None, None], [None, 1])
+        assert first.result()[0] is None
+    probed = [request.path for request in store.requests[seen:] if request.kind == "probe"]
+    assert sorted(path[-1] for path in probed) == ["x", "y", "y", "z"]
+    store.objects[f"{BUCKET}/kv/a/x"] = b"12", 1e9
+    assert bucket.stat(["a/x"]) == [2]
 
 
 def test_request_without_an_answer_is_made_again(store: ScriptedS3) -> None:
@@ -569,7 +593,7 @@ def test_client_when_it_is_closed_waits_for_a_thread_that_hands_over_a_result(
     """A thread of obstore's that is there when the process ends aborts it."""
     taken: list[bool] = []
     bucket.stat(["a", "b"])
-    loop = bucket.client._running
+    loop = bucket._requests._loop
     wake = loop._write_to_self
     monkeypatch.setattr(
         loop, "_write_to_self", lambda: (taken.append(loop._taking.locked()), wake())
@@ -589,7 +613,7 @@ def test_limit_of_the_process_says_nothing_of_the_store(
     def fail(*_: object) -> None:
         raise RuntimeError("request failed") from ValueError(text)
 
-    monkeypatch.setattr(bucket.client, "folders", fail)
+    monkeypatch.setattr(bucket._requests, "request", fail)
     with pytest.raises(ProcessLimitError, match="this process"):
         bucket.folders()
 
@@ -604,11 +628,8 @@ def test_panic_of_the_library_is_an_error_that_may_pass(
     def panic(*_: object, **__: object) -> None:
         raise PanicException("index out of bounds")
 
-    said = PanicException("index out of bounds")
-    monkeypatch.setattr(bucket.client, "heads", lambda names: [said] * len(names))
-    for method in ("get", "put", "delete", "folders"):
-        monkeypatch.setattr(bucket.client, method, panic)
-    monkeypatch.setattr(bucket.client, "rows", lambda *_, **__: map(panic, [0]))
+    requests = ("head_async", "get", "put", "delete", "list", "list_with_delimiter_async")
+    monkeypatch.setattr(bucket, "_made", SimpleNamespace(**dict.fromkeys(requests, panic)))
     calls = (
         lambda: bucket.info("o"),
         lambda: bucket.open("o"),

@@ -16,14 +16,14 @@ from typer.testing import CliRunner
 
 from kvshelf.backends import generic as generic_module
 from kvshelf.backends import s3 as s3_module
-from kvshelf.backends import s3_client
+from kvshelf.backends import s3_requests
 from kvshelf.backends.base import Whole
 from kvshelf.cli.app import app
 from kvshelf.errors import ConfigError, PermanentStorageError, StorageError, TransientStorageError
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.shelf.shelf import Shelf
+from kvshelf.testing.backends import read_into
 from tests.sim.s3 import BUCKET, Answer, Request, ScriptedS3, folder, page, refusal, row
-from tests.support.backend_suite import read_into
 from tests.support.filled import namespace
 
 pytestmark = pytest.mark.real
@@ -48,7 +48,7 @@ def bucket(store: ScriptedS3) -> Iterator[Any]:
 @pytest.fixture
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(s3_module, "_ROWS_SECONDS", 0.5)
-    of_answer = s3_client.CONNECT_SECONDS + s3_client.READ_SECONDS
+    of_answer = s3_requests.CONNECT_SECONDS + s3_requests.READ_SECONDS
     monkeypatch.setattr(s3_module, "_MORE_SECONDS", 0.5 - of_answer)
     monkeypatch.setattr(generic_module, "_FOLDERS_SECONDS", 0.4)
     monkeypatch.setattr(generic_module, "_LISTING_SECONDS", 0.5)
@@ -88,12 +88,12 @@ def test_listing_with_no_answer_at_all_may_pass(
 ) -> None:
     """The client gives a request up by itself, if it is not given up before."""
 
-    of_answer = s3_client.CONNECT_SECONDS + s3_client.READ_SECONDS
+    of_answer = s3_requests.CONNECT_SECONDS + s3_requests.READ_SECONDS
 
     def wait(_: object, __: object, seconds: float) -> None:
         raise TimeoutError if seconds <= of_answer else OSError("timed out")
 
-    monkeypatch.setattr(s3_client.Client, "_wait", wait)
+    monkeypatch.setattr(s3_requests.RequestLoop, "request", wait)
     for call in (bucket.folders, lambda: store.open("")):
         with pytest.raises(TransientStorageError, match="up and reachable"):
             call()
@@ -159,14 +159,14 @@ def test_markers_of_folders_are_no_disorder(store: ScriptedS3, bucket: Any) -> N
     empty = row("a", 0)
     store.script = lambda _: page(empty + row("a-b/1") + marker + row("a/1"))
     assert [info.name for info in bucket.list()] == ["a", "a-b/1", "a", "a/1"]
-    assert not set(bucket.client.quirks)
+    assert not set(bucket.quirks)
 
 
 def test_a_listing_in_any_order_is_read_to_its_end(store: ScriptedS3, bucket: Any) -> None:
     names = [f"a/{number:02}/x" for number in range(20)]
     store.script = lambda _: page("".join(map(row, names[10:] + names[:10])))
     for _ in range(2):
-        found = bucket.list("a", between=("05", "11"))
+        found = bucket.list("a", start="05", end="11")
         assert sorted(info.name for info in found) == names[5:12]
         assert sorted(info.name for info in bucket.list("a")) == names
 
@@ -175,7 +175,7 @@ def test_range_ends_where_it_ends(store: ScriptedS3, bucket: Any) -> None:
     names = [f"a/{number:05}/x" for number in range(3000)]
     store.objects.update({f"{BUCKET}/{name}": (b"1", 1e9) for name in names})
     seen = len(store.requests)
-    found = [info.name for info in bucket.list("a", between=("01000", "01003"))]
+    found = [info.name for info in bucket.list("a", start="01000", end="01003")]
     assert found == names[1000:1004]
     first, *others = store.requests[seen:]
     assert first.query["start-after"].endswith("a/0100.~")

@@ -15,8 +15,7 @@ from benchmarks.samples import LARGE, fill, make_chunks, make_format
 from kvshelf.backends import s3
 from kvshelf.backends.base import Whole, delete_one
 from kvshelf.backends.breaker import LEAST_FAILURES
-from kvshelf.backends.s3 import Rate, S3Backend
-from kvshelf.backends.s3_client import Span
+from kvshelf.backends.s3 import Rate, S3Backend, Span
 from kvshelf.errors import (
     BadObjectError,
     ObjectMissingError,
@@ -25,8 +24,8 @@ from kvshelf.errors import (
 )
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.shelf.view import ObjectRef, Presence
+from kvshelf.testing.backends import read_into
 from tests.sim.s3 import BUCKET, ScriptedS3, refusal
-from tests.support.backend_suite import read_into
 from tests.support.threads import none_can_be_started
 
 pytestmark = pytest.mark.real
@@ -171,13 +170,13 @@ def test_a_range_that_does_not_come_is_read_again_with_all_of_the_object(
     far: Far, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     """But where nothing comes at all, that is an error of the storage."""
-    fill = far.backend.client.fill
+    fill = far.backend._fill
 
     def short(spans: Sequence[Span], seconds: float) -> Sequence[float | BaseException]:
         return [*fill(spans, seconds)[:-1], error]
 
     with monkeypatch.context() as patch:
-        patch.setattr(far.backend.client, "fill", short)
+        patch.setattr(far.backend, "_fill", short)
         if isinstance(error, ValueError):
             assert far.load() == far.image
         else:
@@ -196,13 +195,13 @@ def test_all_objects_of_a_chunk_are_asked_for_at_once(
         view.publish(ObjectRef(CHUNK, shard), image)
     found = [memoryview(bytearray(FMT.object_size(shard))) for shard in shards]
     asked: list[set[str]] = []
-    fill = far.backend.client.fill
+    fill = far.backend._fill
 
     def note(spans: Sequence[Span], seconds: float) -> Sequence[float | BaseException]:
         asked.append({span.name for span in spans})
         return fill(spans, seconds)
 
-    monkeypatch.setattr(far.backend.client, "fill", note)
+    monkeypatch.setattr(far.backend, "_fill", note)
     assert view.load_all(CHUNK, shards, found) is None
     assert [len(names) for names in asked] == [FMT.shards]
 

@@ -12,17 +12,17 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from kvshelf.backends import Backend, WriteResult, open_backend, s3_quirks
+from kvshelf.backends import Backend, WriteResult, open_backend, s3_errors
 from kvshelf.cli.app import app
 from kvshelf.errors import ConfigError, PermanentStorageError, StorageError
+from kvshelf.testing.backends import read_into
 from tests.sim.s3 import BUCKET, Answer, Request, ScriptedS3, page, refusal
-from tests.support.backend_suite import read_into
 
 pytestmark = pytest.mark.real
 
 
 def known(store: ScriptedS3, bucket: str = BUCKET) -> set[str]:
-    return set(s3_quirks.quirks_of(store.endpoint, bucket))
+    return set(s3_errors.quirks_of(store.endpoint, bucket))
 
 
 def round_trip(backend: Backend, *names: str) -> None:
@@ -83,8 +83,8 @@ def test_quirk_with_refusal_is_learned_for_an_hour(
     with closing(store.open()) as backend:
         round_trip(backend, "a/5", "a/6")
         assert len(refused) == seen
-        later = time.monotonic() + s3_quirks.LEARNED_SECONDS
-        monkeypatch.setattr(s3_quirks, "time", SimpleNamespace(monotonic=lambda: later))
+        later = time.monotonic() + s3_errors.LEARNED_SECONDS
+        monkeypatch.setattr(s3_errors, "time", SimpleNamespace(monotonic=lambda: later))
         assert known(store) == set()
         round_trip(backend, "a/7", "a/8")
         assert len(refused) > seen
@@ -102,7 +102,7 @@ def test_quirk_that_is_set_is_not_met(store: ScriptedS3) -> None:
 def test_refusal_of_a_damaged_upload_is_no_quirk() -> None:
     said = "status code: 400 Bad Request: <Error><Code>BadDigest</Code><Message>The SHA256 you"
     said += " specified did not match the calculated checksum</Message></Error>"
-    assert not s3_quirks.shows(Exception(said), "no-checksums")
+    assert not s3_errors.shows(Exception(said), "no-checksums")
 
 
 def test_probes_without_a_length_are_made_otherwise(store: ScriptedS3, bucket: Any) -> None:
@@ -138,10 +138,10 @@ def test_endpoint_that_names_the_bucket_is_found_out_for_good(
     with closing(open_backend("s3://127/in", storage_options=store.options())) as backend:
         round_trip(backend, "a/1")
     assert store.requests[-1].url.startswith("/in/")
-    later = time.monotonic() + 10 * s3_quirks.LEARNED_SECONDS
+    later = time.monotonic() + 10 * s3_errors.LEARNED_SECONDS
     with monkeypatch.context() as patch:
-        patch.setattr(s3_quirks, "time", SimpleNamespace(monotonic=lambda: later))
-        assert known(store, "127") == {"bucket-in-endpoint"}
+        patch.setattr(s3_errors, "time", SimpleNamespace(monotonic=lambda: later))
+        assert known(store, "127") == {"endpoint-has-bucket"}
     store.script = lambda _: refusal(404, "NoSuchBucket")
     with pytest.raises(PermanentStorageError, match="no bucket '127'"):
         open_backend("s3://127/in", storage_options=store.options())
@@ -180,7 +180,7 @@ def test_listing_begins_behind_no_folder_that_is_listed(store: ScriptedS3, bucke
         ("10", "ff", ["10", "a0"]),
         ("a0", "a0", ["a0"]),
     ):
-        rows = list(bucket.list("n", between=(first, last)))
+        rows = list(bucket.list("n", start=first, end=last))
         assert [row.name.split("/")[1] for row in rows] == found
         begin = store.requests[-1].query["start-after"].rpartition("/")[2]
         assert begin < first and begin not in folders

@@ -15,9 +15,9 @@ import pytest
 from kvshelf.backends import Backend, open_backend
 from kvshelf.backends.base import WriteResult
 from kvshelf.errors import PermanentStorageError, ReadOnlyStorageError, TransientStorageError
+from kvshelf.testing.backends import BackendSuite, Oracle
 from tests.backends.sftpserver import PASSWORD, SFTPServer, sftp_server
-from tests.support.backend_suite import BackendSuite
-from tests.support.oracles import FolderOracle, Oracle
+from tests.support.oracles import FolderOracle
 from tests.support.servers import free_port
 
 pytestmark = pytest.mark.real

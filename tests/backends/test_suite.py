@@ -12,16 +12,16 @@ from pathlib import Path
 
 import pytest
 
-from kvshelf.backends import Backend, posix_folders, posix_publish
+from kvshelf.backends import Backend, posix, posix_folders
 from kvshelf.backends.generic import GenericBackend
 from kvshelf.backends.guard import GuardedBackend
 from kvshelf.backends.posix import PosixBackend
 from kvshelf.backends.wrappers import WrappedBackend
 from kvshelf.errors import PermanentStorageError
 from kvshelf.server.shelf import open_served
+from kvshelf.testing.backends import BackendSuite, Oracle, read_into
 from tests.server.node import LocalServer
-from tests.support.backend_suite import BackendSuite, read_into
-from tests.support.oracles import FolderOracle, MemoryOracle, Oracle
+from tests.support.oracles import FolderOracle, MemoryOracle
 
 
 class _OverFolder(BackendSuite):
@@ -85,7 +85,7 @@ class TestPosixWithoutNewSystemCalls(TestPosixWithoutLinks):
             raise OSError(errno.ENOSYS, "no such call here")
 
         monkeypatch.setattr(posix_folders, "has_openat2", lambda: False)
-        monkeypatch.setattr(posix_publish, "rename_noreplace", rename)
+        monkeypatch.setattr(posix, "rename_noreplace", rename)
 
 
 class TestMemory(BackendSuite):

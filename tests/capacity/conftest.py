@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvshelf.backends import base
+from kvshelf.capacity import keepers
 from kvshelf.logs import RateLimitedLog
 from tests.sim.storage import LaterBackend
 
@@ -17,5 +17,5 @@ def clocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Set this machine's clock, where ages are judged, forward with that of the storage."""
     monkeypatch.setattr(LaterBackend, "own_ahead", 0.0)
     later = SimpleNamespace(time=lambda: time.time() + LaterBackend.own_ahead)
-    monkeypatch.setattr(base, "time", later)
-    monkeypatch.setattr(base, "_apart_log", RateLimitedLog(base.logger))
+    monkeypatch.setattr(keepers, "time", later)
+    monkeypatch.setattr(keepers, "_apart_log", RateLimitedLog(keepers.logger))

@@ -6,6 +6,7 @@ import errno
 import math
 import os
 import random
+import time
 from collections import Counter
 from contextlib import suppress
 from pathlib import Path
@@ -14,8 +15,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvshelf.backends.base import NEVER_OLD, ObjectInfo
+from kvshelf.backends.base import ObjectInfo
 from kvshelf.capacity import visit as visit_module
+from kvshelf.capacity.keepers import NEVER_OLD, time_for_ages
 from kvshelf.capacity.visit import (
     DAY,
     FANS,
@@ -409,3 +411,18 @@ def test_use_that_others_record_by_a_link_is_a_use_where_they_do(shared: bool) -
     part = Part()
     part.add_rows([ObjectInfo(name, 1, NOW - 9, NOW - 9, NOW - 1, 1)], NOW, shared=shared)
     assert part.units[0].used == NOW - 1 and part.units[0].hit is shared
+
+
+@pytest.mark.parametrize(
+    ("ahead", "by"),
+    [
+        *((-4000.0, "nobody"), (-3600.0, "storage"), (-10.0, "storage")),
+        *((10.0, "machine"), (3600.0, "machine"), (4000.0, "nobody")),
+    ],
+)
+def test_ages_go_by_the_clock_that_is_behind_unless_an_hour_lies_between(
+    ahead: float, by: str
+) -> None:
+    own = time.time()
+    expected = {"storage": own + ahead, "machine": own, "nobody": NEVER_OLD}
+    assert time_for_ages(own + ahead, "memory://x") == pytest.approx(expected[by], abs=5.0)

@@ -16,7 +16,7 @@ import signal
 import sys
 from typing import Any
 
-from kvshelf.backends import posix_folders, posix_publish
+from kvshelf.backends import posix, posix_folders
 from kvshelf.capacity.keeper import Keeper
 from kvshelf.config import CapacityConfig
 from kvshelf.format.keys import Chunk
@@ -79,7 +79,7 @@ def _run(
     # A visit looks at 256 folders: it dies before each of its changes.
     for name in _CHANGES if job == "visit" else _WATCHED:
         steps.count(os, name)
-    steps.count(posix_publish, "rename_noreplace")
+    steps.count(posix, "rename_noreplace")
     if job != "visit":
         steps.count(posix_folders, "openat2")
     fmt = make_format()

@@ -763,7 +763,7 @@ def test_object_that_a_client_deletes_is_gone_from_memory_as_well(
         ("stat", ["a"], "PermanentStorageError"),
         ("close", [], "PermanentStorageError"),
         ("perform", ["a"], "PermanentStorageError"),
-        ("list", ["", 77, None, False], "PermanentStorageError"),
+        ("list", ["", 77, None, None, False], "PermanentStorageError"),
         ("write", [name_of(FMT, make_chunks(FMT, 1)[0]), "create"], "ObjectNameError"),
         ("watch", ["x"], "PermanentStorageError"),
     ],
@@ -781,7 +781,7 @@ def test_long_listing_comes_in_pages_and_ends_with_its_client(desk: Desk, shelf:
         (folder / f"{number}").touch()
 
     def page(number: int | None) -> Any:
-        return desk.ask("call", A, "list", ["many", number, None, False], b"")
+        return desk.ask("call", A, "list", ["many", number, None, None, False], b"")
 
     rows, more = page(None).value
     names = {row[0] for row in rows}
@@ -797,7 +797,7 @@ def test_long_listing_comes_in_pages_and_ends_with_its_client(desk: Desk, shelf:
     gate = desk.hold("list")
     replies: list[Any] = []
     desk.counts.clear()
-    desk.service.call(A, Call("list", ["many", None, None, False]), replies.append)
+    desk.service.call(A, Call("list", ["many", None, None, None, False]), replies.append)
     desk.run_until(lambda: desk.counts["list"] == 1)
     desk.service.client_gone(A)
     gate.set()

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kvshelf.backends.base import (
+    BEYOND_NAMES,
     Backend,
     BytesLike,
     ObjectInfo,
@@ -156,13 +157,14 @@ class MemoryStorage(Backend):
         prefix: str = "",
         *,
         hidden: bool = False,
-        between: tuple[str, str] | None = None,
+        start: str | None = None,
+        end: str | None = None,
         flat: bool = False,
     ) -> Iterator[ObjectInfo]:
         """List objects, folder by folder."""
         self._meet("list", prefix)
         rows = 0
-        for name, entry in self._walk(prefix, hidden, between, flat):
+        for name, entry in self._walk(prefix, hidden, start or "", end or BEYOND_NAMES, flat):
             if not rows % 1000:
                 self.lists += 1
             rows += 1
@@ -173,14 +175,13 @@ class MemoryStorage(Backend):
         self,
         folder: str,
         hidden: bool,
-        between: tuple[str, str] | None = None,
+        start: str = "",
+        end: str = BEYOND_NAMES,
         flat: bool = False,
     ) -> Iterator[tuple[str, Entry]]:
         inner = []
         for base, entry in sorted(self._tree.get(folder, {}).items()):
-            if (base[0] == "." and not hidden) or (
-                between is not None and not between[0] <= base <= between[1]
-            ):
+            if (base[0] == "." and not hidden) or not start <= base <= end:
                 continue
             name = f"{folder}/{base}" if folder else base
             if entry is None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from kvshelf.backends import Backend
-from kvshelf.backends.base import time_for_ages
 from kvshelf.capacity import keepers
+from kvshelf.capacity.keepers import time_for_ages
 from kvshelf.capacity.visit import KEEPERS, Lister, Reason, Rules, delete, is_old
 
 

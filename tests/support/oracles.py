@@ -6,37 +6,11 @@ An oracle must not use the code under test, or the tests miss errors that both s
 from __future__ import annotations
 
 import os
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
-
-class Oracle(ABC):
-    """Raw access to a backend's storage, without the backend."""
-
-    #: Types of entries that :meth:`put_special` can make: ``folder``, ``link``, ``fifo``.
-    specials: ClassVar[tuple[str, ...]] = ()
-
-    @abstractmethod
-    def get(self, name: str) -> bytes | None:
-        """Return the bytes of the object `name`; None if it does not exist."""
-
-    @abstractmethod
-    def put(self, name: str, data: bytes) -> None:
-        """Create the object `name`, and its folders, with `data`."""
-
-    @abstractmethod
-    def names(self) -> set[str]:
-        """Return the names of all entries but folders, temporaries and dot files included."""
-
-    @abstractmethod
-    def clear(self) -> None:
-        """Remove everything below the root."""
-
-    def put_special(self, name: str, kind: str) -> None:
-        """Create an entry at `name` that is not a regular file, see :attr:`specials`."""
-        raise NotImplementedError(kind)
+from kvshelf.testing.backends import Oracle
 
 
 class FolderOracle(Oracle):

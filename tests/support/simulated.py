@@ -18,9 +18,10 @@ from typing import Any
 
 import pytest
 
-from kvshelf.backends import base, guard
+from kvshelf.backends import guard
 from kvshelf.backends.guard import GuardedBackend
 from kvshelf.capacity import keeper as keeper_module
+from kvshelf.capacity import keepers
 from kvshelf.capacity.keeper import Keeper
 from kvshelf.config import CapacityConfig
 from kvshelf.metrics import Counters
@@ -98,7 +99,7 @@ class Fleet:
             thread_time=self._thread_time,
             sleep=lambda seconds: None,
         )
-        for module in (base, guard, keeper_module, memory, pacing):
+        for module in (guard, keeper_module, keepers, memory, pacing):
             monkeypatch.setattr(module, "time", clock)
         monkeypatch.setattr(keeper_module, "_WAIT_SECONDS", 0.0)
         listed = self.storage._walk

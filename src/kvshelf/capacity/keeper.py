@@ -56,10 +56,11 @@ from contextlib import suppress
 from functools import partial
 from typing import Final
 
-from kvshelf.backends.base import NEVER_OLD, Space, time_for_ages
+from kvshelf.backends.base import Space
 from kvshelf.backends.guard import GuardedBackend
 from kvshelf.background import Background
 from kvshelf.capacity import keepers
+from kvshelf.capacity.keepers import NEVER_OLD, time_for_ages
 from kvshelf.capacity.parallel import PatientBackend
 from kvshelf.capacity.uses import resolution
 from kvshelf.capacity.visit import (

@@ -1,7 +1,8 @@
 """What the keepers of one shelf say to each other: a marker of each, below ``.kvshelf/keepers``.
 
-Owns the markers. One is a small JSON file that its keeper writes anew while it visits. Its time is
-the storage's clock; the number of recent ones is the number of keepers.
+Owns the time by which ages count, and the markers. A marker is a small JSON file that its keeper
+writes anew while it visits. Its time is the storage's clock; the number of recent ones is the
+number of keepers.
 
 Contracts
 ---------
@@ -19,6 +20,7 @@ from __future__ import annotations
 import errno
 import itertools
 import json
+import logging
 import math
 import time
 from bisect import bisect
@@ -27,10 +29,19 @@ from contextlib import suppress
 from typing import Any, Final
 
 from kvshelf.backends import Backend, ObjectInfo
-from kvshelf.backends.base import MOST_APART
 from kvshelf.capacity.visit import KEEPERS
 from kvshelf.errors import StorageError
+from kvshelf.logs import RateLimitedLog
 from kvshelf.shelf.leftovers import read_small
+
+logger = logging.getLogger(__name__)
+
+#: Seconds by which the clocks of a storage and of this machine may differ where anything is deleted
+#: because of its age; asking for the time may take a minute of it.
+MOST_APART: Final = 3600.0 + 60.0
+#: A time at which nothing is old.
+NEVER_OLD: Final = -math.inf
+_apart_log: Final = RateLimitedLog(logger, seconds=3600.0)
 
 #: Seconds without a visit after which a keeper does not count.
 ALIVE_SECONDS: Final = 600.0
@@ -40,6 +51,33 @@ MOST: Final = 1024
 _MOST_READ: Final = 64
 _NEWEST: Final = 3
 _BYTES: Final = 4096
+
+
+def time_for_ages(now: float, url: str) -> float:
+    """Return the time by which files are old enough to be deleted.
+
+    That is the earlier of the storage's time and this machine's: a clock that is ahead deletes
+    nothing early. While they differ by more than an hour it is :data:`NEVER_OLD`, and a warning
+    says so.
+
+    Parameters
+    ----------
+    now : float
+        The storage's time: the mtime of what was written now.
+    url : str
+        The storage, for the warning.
+    """
+    own = time.time()
+    if abs(now - own) <= MOST_APART:
+        return min(now, own)
+    _apart_log.warning(
+        "%s: the storage's clock is %.0f s %s this machine's: nothing is deleted because of its age"
+        " until they agree to an hour. Correct the clock that is wrong",
+        url,
+        abs(now - own),
+        "ahead of" if now > own else "behind",
+    )
+    return NEVER_OLD
 
 
 def _markers(backend: Backend) -> list[ObjectInfo]:

@@ -353,7 +353,7 @@ def reason_to_delete(
     scored : float
         Its score.
     old_at : float
-        The time by which ages count, see :func:`kvshelf.backends.base.time_for_ages`.
+        The time by which ages count, see :func:`kvshelf.capacity.keepers.time_for_ages`.
     pinned : bool
         Of a whole chunk: no rule but a choice of pinned ones deletes it.
     """
@@ -673,9 +673,9 @@ class Lister:
             with contextlib.suppress(StorageError):
                 places += (f"{reserved}/{name}" for name in backend.folders(reserved))
         for place in places:
-            between = _HIDDEN if place == space else None
+            start, end = _HIDDEN if place == space else (None, None)
             try:
-                rows = backend.list(place, hidden=True, between=between, flat=flat)
+                rows = backend.list(place, hidden=True, start=start, end=end, flat=flat)
                 part.add_rows(itertools.islice(rows, _MOST_BESIDE), now, shared=False)
             except StorageError as error:
                 part.skipped[place] = error
@@ -699,7 +699,7 @@ class Lister:
         backend = self._backend
         if backend.properties.deletes_at_once > 1 and first < last:
             shared = backend.properties.shared
-            rows = backend.list(where, hidden=True, between=(f"{first:02x}", f"{last:02x}"))
+            rows = backend.list(where, hidden=True, start=f"{first:02x}", end=f"{last:02x}")
             part = Part()
             try:
                 for _, some in itertools.groupby(rows, lambda row: row.name.rpartition("/")[0]):
@@ -741,12 +741,14 @@ class Lister:
         """Return what lies in a fan-out folder, or in a fair sample of it if that is too much."""
         shared, parts = self._backend.properties.shared, list[Part]()
         for count in _SAMPLES if self._samples else (1,):
-            number, between = secrets.randbelow(count), None
+            number, start, end = secrets.randbelow(count), None, None
             if count > 1:
                 first, last = (0x10000 * at // count for at in (number, number + 1))
                 # Temporaries come before all keys.
-                between = (f"{fan}{first:04x}" if number else ".", f"{fan}{last - 1:04x}~")
-            rows = self._backend.list(f"{where}/{fan}", hidden=True, between=between, flat=True)
+                start, end = f"{fan}{first:04x}" if number else ".", f"{fan}{last - 1:04x}~"
+            rows = self._backend.list(
+                f"{where}/{fan}", hidden=True, start=start, end=end, flat=True
+            )
             part = Part(share=1 / count)
             most = _MOST_UNITS if self._samples else math.inf
             part.add_rows(self._paced(rows), now, shared=shared, most=most)

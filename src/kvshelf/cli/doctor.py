@@ -30,8 +30,9 @@ from typing import Annotated, Any
 import typer
 
 from kvshelf import __version__
-from kvshelf.backends import Backend, Properties, WriteResult, open_backend, settings_of
+from kvshelf.backends import Backend, Properties, WriteResult, open_backend
 from kvshelf.backends.base import delete_one, temporary_name
+from kvshelf.backends.s3_settings import settings_of
 from kvshelf.capacity.keeper import least_free
 from kvshelf.cli.codes import GIVEN, OK, PROBLEM, UNREACHABLE, ending_at_once
 from kvshelf.cli.common import DryRunOption, JsonOption, number, option, told, write_json

@@ -212,7 +212,8 @@ class ServedBackend(Backend):
         prefix: str = "",
         *,
         hidden: bool = False,
-        between: tuple[str, str] | None = None,
+        start: str | None = None,
+        end: str | None = None,
         flat: bool = False,
     ) -> Iterator[ObjectInfo]:
         """Stream the storage's listing, in pages."""
@@ -221,7 +222,7 @@ class ServedBackend(Backend):
         method: messages.Method = "entries" if hidden else "list"
         number: int | None = None
         while True:
-            rows, number = self._call(method, prefix, number, between, flat)
+            rows, number = self._call(method, prefix, number, start, end, flat)
             yield from itertools.starmap(ObjectInfo, rows)
             if number is None:
                 return

@@ -10,7 +10,7 @@ method             arguments                    answer
 ``info``           name                         the fields of ``ObjectInfo``, or None
 ``read``           name, offset, bytes          ``[size of the object, bytes]``
 ``list``           folder, number or None,      ``[rows as those of info, number or None]``
-                   two names or None
+                   start, end, flat
 ``entries``        the same                     the same, of what is hidden too
 ``folders``        folder                       names
 ``write``          name, mode; bytes as data    ``created``, ``existed`` or ``replaced``
@@ -110,7 +110,7 @@ class Calls:
         StorageError
             If the storage failed.
         """
-        listing = tuple[str, int | None, tuple[str, str] | None, bool]
+        listing = tuple[str, int | None, str | None, str | None, bool]
         own: dict[str, tuple[Any, Callable[..., Any]]] = {
             "list": (listing, partial(self._list, client)),
             "entries": (listing, partial(self._list, client, hidden=True)),
@@ -157,14 +157,15 @@ class Calls:
         client: bytes,
         folder: str,
         number: int | None,
-        between: tuple[str, str] | None,
+        start: str | None,
+        end: str | None,
         flat: bool,
         *,
         hidden: bool = False,
     ) -> list[Any]:
         rows: Iterator[ObjectInfo] | None
         if number is None:
-            rows = self._backend.list(folder, hidden=hidden, between=between, flat=flat)
+            rows = self._backend.list(folder, hidden=hidden, start=start, end=end, flat=flat)
         else:
             with self._lock:
                 rows = self._listings.get(client, {}).pop(number, None)

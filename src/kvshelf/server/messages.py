@@ -52,7 +52,7 @@ from kvshelf.backends.base import WriteMode
 from kvshelf.format import invalid
 
 #: Version of the protocol. Server and client must have the same.
-PROTOCOL: Final = 8
+PROTOCOL: Final = 9
 
 #: Bytes of a client's id and of a session's token; both are random.
 ID_BYTES: Final = 16

@@ -25,8 +25,8 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from kvshelf.backends.base import NEVER_OLD, time_for_ages
 from kvshelf.capacity.keeper import LOW
+from kvshelf.capacity.keepers import NEVER_OLD, time_for_ages
 from kvshelf.capacity.parallel import in_parallel, threads_for_calls
 from kvshelf.capacity.visit import (
     HOUR,

@@ -41,7 +41,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from kvshelf.backends import Backend, Reader
-from kvshelf.backends.base import time_for_ages
+from kvshelf.capacity.keepers import time_for_ages
 from kvshelf.capacity.parallel import Work, threads_for
 from kvshelf.capacity.visit import Leftover, Part, Rules, delete, is_old
 from kvshelf.errors import (

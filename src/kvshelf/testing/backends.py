@@ -1,8 +1,9 @@
 """The backend suite: tests of the contracts in :mod:`kvshelf.backends.base`, for every backend.
 
-A class in ``tests/backends`` derives from :class:`BackendSuite`, with a fixture ``backend`` that
-opens the backend, empty and writable, and a fixture ``oracle`` that accesses the same storage
-without it (:mod:`tests.support.oracles`).
+A test class derives from :class:`BackendSuite`. It has a fixture ``backend``, which opens the
+backend, empty and writable, and a fixture ``oracle``, an :class:`Oracle` of the same storage. The
+oracle must not use the code under test, or the tests miss errors that both share. A ``conftest.py``
+calls ``pytest.register_assert_rewrite("kvshelf.testing.backends")`` for readable failures.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import multiprocessing
 import os
 import threading
 import time
+from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -51,7 +53,8 @@ from kvshelf.errors import (
     StorageError,
     TransientStorageError,
 )
-from tests.support.oracles import Oracle
+
+__all__ = ["BackendSuite", "Oracle", "read_into"]
 
 #: Names that every method of every backend rejects.
 BAD_NAMES = (
@@ -123,6 +126,33 @@ def _every_call(backend: Backend, name: str) -> dict[str, Callable[[], object]]:
         calls["entries"] = lambda: list(backend.list(name, hidden=True))
         calls["folders"] = lambda: backend.folders(name)
     return calls
+
+
+class Oracle(ABC):
+    """Raw access to a backend's storage, without the backend."""
+
+    #: Types of entries that :meth:`put_special` can make: ``folder``, ``link``, ``fifo``.
+    specials: ClassVar[tuple[str, ...]] = ()
+
+    @abstractmethod
+    def get(self, name: str) -> bytes | None:
+        """Return the bytes of the object `name`; None if it does not exist."""
+
+    @abstractmethod
+    def put(self, name: str, data: bytes) -> None:
+        """Create the object `name`, and its folders, with `data`."""
+
+    @abstractmethod
+    def names(self) -> set[str]:
+        """Return the names of all entries but folders, temporaries and dot files included."""
+
+    @abstractmethod
+    def clear(self) -> None:
+        """Remove everything below the root."""
+
+    def put_special(self, name: str, kind: str) -> None:
+        """Create an entry at `name` that is not a regular file, see :attr:`specials`."""
+        raise NotImplementedError(kind)
 
 
 class BackendSuite:
@@ -410,15 +440,15 @@ class BackendSuite:
             (".0", ".~"),
         )
         for first, last in ranges:
-            found = backend.list("a", hidden=True, between=(first, last))
+            found = backend.list("a", hidden=True, start=first, end=last)
             assert sorted(row.name for row in found) == sorted(
                 f"a/{name}" for name in names if first <= name.partition("/")[0] <= last
             )
-        assert list(backend.list("a", between=(".0", ".~"))) == []
-        for between, expected in ((None, {"0e", temporary}), ((".0", ".~"), {temporary})):
-            found = backend.list("a", hidden=True, between=between, flat=True)
+        assert list(backend.list("a", start=".0", end=".~")) == []
+        for end, expected in ((None, {"0e", temporary}), (".~", {temporary})):
+            found = backend.list("a", hidden=True, start=".0", end=end, flat=True)
             assert {row.name for row in found} == {f"a/{name}" for name in expected}
-        assert [row.name for row in backend.list(between=("b", "b"))] == ["b/0f/x"]
+        assert [row.name for row in backend.list(start="b", end="b")] == ["b/0f/x"]
 
     # ---------------------------------------------------------------------------- other changes
 
@@ -562,7 +592,7 @@ class _Model(RuleBasedStateMachine):
             assert _read_all(self.backend, name) == data
 
     def check_held(self, info: ObjectInfo) -> None:
-        """A cache may still show that an object holds no bytes."""
+        """Assert what an object holds, unless a cache may still show that it holds nothing."""
         assert info.held == info.size or self.backend.properties.cache_seconds
 
     @rule(name=_NAMES, data=_DATA, cut=st.integers(0, 70_000))
@@ -595,7 +625,7 @@ class _Model(RuleBasedStateMachine):
 
     @rule(names=st.lists(_NAMES, max_size=5, unique=True))
     def delete_many(self, names: list[str]) -> None:
-        """A storage need not say which were there."""
+        """Delete some; a storage need not say which were there."""
         for name, answer in zip(names, self.backend.delete(names), strict=True):
             assert answer is True or (answer is False and name not in self.objects)
             self.objects.pop(name, None)
