@@ -31,7 +31,8 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from kvshelf.capacity.keeper import Keeper
+from kvshelf.capacity.evictor import Evictor
+from kvshelf.capacity.limits import FINEST
 from kvshelf.capacity.uses import Uses
 from kvshelf.config import Config
 from kvshelf.metrics import Counters
@@ -76,7 +77,7 @@ class Assembly:
     shelf : Callable
     url : str
     uses : Uses
-    keeper : Keeper or None
+    evictor : Evictor or None
         Keeps the bounds; learns of tails and markers that this process writes.
 
     Raises
@@ -98,8 +99,15 @@ class Assembly:
         self.counters = counters
         self.shelf = shelf
         self.url = url
-        self.uses = Uses.of(config, counters, on_thread_start=on_thread_start)
-        self.keeper: Keeper | None = None
+        # A client of a node server reports uses to the server, which knows the age of chunks.
+        self.uses = Uses(
+            counters,
+            max_age=config.capacity.max_age,
+            every=FINEST if config.server is not None else None,
+            off=config.read_only,
+            on_thread_start=on_thread_start,
+        )
+        self.evictor: Evictor | None = None
         self._config = config
         self._on_thread_start = on_thread_start
         self._storage = storage
@@ -122,19 +130,19 @@ class Assembly:
         shelf, config = self.shelf(), self._config
         if shelf is None or config.read_only or config.server is not None:
             return
-        if self.keeper is None:
-            self.keeper = Keeper(
+        if self.evictor is None:
+            self.evictor = Evictor(
                 shelf.backend, config.capacity, self.counters, on_thread_start=self._on_thread_start
             )
-        self.keeper.start()
+        self.evictor.start()
 
     # ------------------------------------------------------------- the end
 
     def close(self) -> None:
         """Record queued uses for a limited time, and close all parts. Idempotent."""
         self.uses.close()
-        if self.keeper is not None:
-            self.keeper.close()
+        if self.evictor is not None:
+            self.evictor.close()
         self._closing.close()
 
 

@@ -15,27 +15,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvshelf.backends.base import NEVER_OLD, ObjectInfo
-from kvshelf.capacity import visit as visit_module
+from kvshelf.capacity import limits
+from kvshelf.capacity.limits import DAY, FANS, HOUR
+from kvshelf.capacity.order import EvictionOrder, aged, score, score_to_free
 from kvshelf.capacity.visit import (
-    DAY,
-    FANS,
-    HOUR,
     Choice,
-    Group,
     Leftover,
     Lister,
     Part,
     Reason,
     Rules,
     Unit,
-    aged,
     delete,
     fan_of,
     is_old,
     last_use,
     reason_to_delete,
-    score,
-    score_to_free,
 )
 from kvshelf.errors import PermanentStorageError, TransientStorageError
 from kvshelf.format.kinds import FULL, WINDOW
@@ -237,16 +232,17 @@ def test_shelf_whose_namespaces_cannot_be_listed_is_no_error_unless_it_is_its_ro
 
 def test_cut_after_a_visit_of_the_whole_shelf_is_the_score_that_frees_enough() -> None:
     # Of these two numbers `a + (b - a)` is more than b.
-    group = Group(cut=1.672)
+    order = EvictionOrder(None, None)
+    order._learned[""] = 1.672
     units = [(0.433, 100), (0.4, 100)]
-    assert group.move_cut(units, low=50.0, high=0.0, weight=1.0) == units[0][0]
+    assert order.threshold("", units, low=50.0, high=0.0, weight=1.0) == units[0][0]
 
 
 @pytest.mark.parametrize("at_once", [1, 1000], ids=["directory", "s3"])
 def test_folder_with_very_many_units_is_sampled_by_visits_and_whole_for_commands(
     monkeypatch: pytest.MonkeyPatch, at_once: int
 ) -> None:
-    monkeypatch.setattr(visit_module, "_MOST_UNITS", 2000)
+    monkeypatch.setattr(limits, "MOST_UNITS", 2000)
     storage, draw = MemoryStorage(deletes_at_once=at_once), random.Random(3)
     for _ in range(5000):
         key = f"ab{draw.randbytes(31).hex()}"
@@ -339,10 +335,9 @@ def test_what_was_used_or_stored_again_meanwhile_stays_with_all_its_shards(place
     place.path(gone.names[0]).unlink()
     outcome = delete(place.backend, [(one, Reason.SIZE) for one in units], now=place.now)
     assert outcome.error is None
-    assert (outcome.kept.count, outcome.gone.count) == (FMT.shards, 1)
-    assert outcome.deleted[Reason.SIZE].count == outcome.count == 2 * FMT.shards - 1
+    assert (outcome.kept, outcome.gone) == (FMT.shards, 1)
+    assert outcome.deleted == {Reason.SIZE: 2 * FMT.shards - 1}
     assert place.objects() == set(used.names)
-    assert outcome.lost[f"{FMT.namespace.folder}/_", Reason.SIZE].count == outcome.count
     assert other.nbytes >= sum(FMT.object_size(shard) for shard in range(FMT.shards))
 
 
@@ -350,7 +345,7 @@ def test_deletion_ends_after_the_request_in_which_it_is_stopped(place: Place) ->
     place.put(FMT, chunks(40), age=DAY)
     units = [(one, Reason.SIZE) for one in picked(place)]
     outcome = delete(place.backend, units, now=place.now, stop=lambda: True)
-    assert 0 < outcome.count < 40 * FMT.shards == outcome.count + len(place.objects())
+    assert 0 < outcome.done < 40 * FMT.shards == outcome.deleted.total() + len(place.objects())
 
 
 def test_folder_in_which_there_is_something_again_stays_without_an_error(place: Place) -> None:
@@ -358,7 +353,7 @@ def test_folder_in_which_there_is_something_again_stays_without_an_error(place: 
     folder = name.rpartition("/")[0]
     empty = Leftover(folder, Reason.EMPTY, 0, 0.0)
     outcome = delete(place.backend, [(empty, Reason.EMPTY)], now=place.now)
-    assert (outcome.kept.count, outcome.failed, outcome.count) == (1, 0, 0)
+    assert (outcome.kept, outcome.failed, outcome.done) == (1, 0, 1)
     assert place.path(name).exists()
 
 

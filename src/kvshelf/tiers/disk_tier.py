@@ -2,7 +2,8 @@
 
 Owns the directory, which is a shelf itself: its objects have the names that they have on the
 shelf. It is filled with the objects that loads have fetched and verified, and with those that are
-stored. A keeper bounds it (:mod:`kvshelf.capacity.keeper`). Any number of processes may share it.
+stored. An evictor bounds it (:mod:`kvshelf.capacity.evictor`). Any number of processes may share
+it.
 
 Contracts
 ---------
@@ -34,7 +35,7 @@ from kvshelf.backends.base import delete_one
 from kvshelf.backends.breaker import DEFAULT_BACKOFF, Backoff
 from kvshelf.backends.guard import GuardedBackend
 from kvshelf.backends.posix import PosixBackend
-from kvshelf.capacity.keeper import Keeper
+from kvshelf.capacity.evictor import Evictor
 from kvshelf.capacity.uses import Uses
 from kvshelf.config import CapacityConfig
 from kvshelf.errors import (
@@ -194,7 +195,7 @@ class DiskTier:
         self._refused = False
         self._threads: StorageThreads | None = None
         self._directory: PosixBackend | None = None
-        self._keeper: Keeper | None = None
+        self._evictor: Evictor | None = None
         self._closing = threading.Event()
         self._opening = Opening(
             f"the disk tier {self.path}",
@@ -231,7 +232,7 @@ class DiskTier:
         guard.count_into(self._count)
         guard.watch(_PassOn(self))
         opened = Shelf(guard)
-        self._keeper = Keeper(
+        self._evictor = Evictor(
             guard,
             CapacityConfig(max_bytes=self.max_bytes),
             _KeeperCounters(self._counters),
@@ -345,7 +346,7 @@ class DiskTier:
             return None
         self._counters.add("disk_tier_loaded_objects")
         self._counters.add("disk_tier_loaded_bytes", len(buffer))
-        self._uses.note_names(view.backend, [view.name(ref)])
+        self._uses.note(view.backend, [view.name(ref)])
         return chunk
 
     def _remove_bad(self, view: NamespaceView, ref: ObjectRef, error: BadObjectError) -> None:
@@ -408,10 +409,10 @@ class DiskTier:
     def _start_thread(self) -> bool:
         """Start the thread if needed; return whether there is one. The caller holds the lock."""
         if self._threads is None:
-            guard, keeper = self.guard, self._keeper
-            assert guard is not None and keeper is not None
+            guard, evictor = self.guard, self._evictor
+            assert guard is not None and evictor is not None
             # Not before it is known that this is no shelf.
-            keeper.start()
+            evictor.start()
             self._threads = StorageThreads(
                 "kvshelf-tier",
                 1,
@@ -500,6 +501,6 @@ class DiskTier:
         if self._threads is not None:
             self._threads.close()
             self._threads.join(_CLOSE_SECONDS)
-        if self._keeper is not None:
-            self._keeper.close()
+        if self._evictor is not None:
+            self._evictor.close()
         self._opening.close()
