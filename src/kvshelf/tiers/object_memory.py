@@ -173,7 +173,7 @@ class PinningView(NamespaceView):
         if pinned is None:
             return None
         try:
-            self.fmt.verify_header(pinned.view, *ref)
+            self.fmt.verify(pinned.view, *ref, payload=False)
         except BadObjectError as error:
             # The object on the storage is read and verified as any other.
             pinned.release()

@@ -317,14 +317,14 @@ def _verify(shelf: Shelf, item: _Item, work: Work[VerifyReport], repair: bool) -
         named = None if isinstance(bad, ObjectNameError) else size
         moved = repair and shelf.view(item.fmt).set_aside_named(item.name, named, bad)
         stays = "" if moved or not repair else "; it stays: it changed within the last minute"
-        work.problem("bad", item.name, f"{type(bad).__name__}: {bad}{stays}")
+        work.problem("bad", item.name, f"{bad.kind}: {bad}{stays}")
         return work.count(moved=int(moved))
     return work.count(bytes=size, intact=1)
 
 
 def _read(backend: Backend, own: ObjectFormat, item: _Item) -> None:
     with backend.open(item.name) as reader:
-        own.check_named(reader, item.parsed)
+        own.read_named(reader, item.parsed)
 
 
 def read_header(reader: Reader) -> dict[str, Any]:

@@ -101,7 +101,7 @@ class Work(Generic[_R]):
             except ObjectMissingError:
                 self.count(gone=1)
             except BadObjectError as bad:
-                self.problem("bad", item.name, f"{type(bad).__name__}: {bad}")
+                self.problem("bad", item.name, f"{bad.kind}: {bad}")
             else:
                 if error is not None:
                     self.problem("failed", item.name, str(error))
