@@ -79,6 +79,8 @@ class Evictor:
         ``shelf_evicted_bytes``, ``leftovers_deleted``, and the gauges ``shelf_used_bytes``,
         ``shelf_limit_bytes``, ``storage_free_bytes``, ``unlisted_folders`` and
         ``clock_difference_seconds``.
+    prefix : str
+        In place of ``shelf_`` in these names. A tier counts nothing else.
     on_thread_start : Callable, optional
         Called first on the thread, to set its processors.
 
@@ -95,9 +97,13 @@ class Evictor:
         capacity: CapacityConfig,
         counters: Counters,
         *,
+        prefix: str = "shelf_",
         on_thread_start: Callable[[], None] | None = None,
     ) -> None:
-        self._guard, self._capacity, self._counters = guard, capacity, counters
+        self._guard, self._capacity, self._prefix = guard, capacity, prefix
+        self._eviction_counters = counters
+        # A tier counts nothing but what it evicts.
+        self._counters = counters if prefix == "shelf_" else Counters()
         self.budget = StoreBudget(capacity.max_bytes)
         self.schedule = Schedule(capacity.max_age, capacity.group_max_bytes)
         self.order = EvictionOrder(capacity.max_bytes, capacity.group_max_bytes)
@@ -385,7 +391,8 @@ class Evictor:
         with self._changed:
             self.budget.grant(time.monotonic(), self.schedule.width / FANS)
             self._changed.notify_all()
-        self._counters.set_gauge("shelf_used_bytes", self.budget.used_bytes)
+        used_bytes = self.budget.used_bytes
+        self._eviction_counters.set_gauge(f"{self._prefix}used_bytes", used_bytes)
 
     def _evict(
         self, part: Part, shares: dict[str, float], now: float, weight: float, largest: int
@@ -444,8 +451,9 @@ class Evictor:
         budget, nbytes = self.budget, outcome.nbytes.total()
         for reason, files in outcome.deleted.items():
             if reason in (Reason.AGE, Reason.GROUP, Reason.SIZE):
-                self._counters.add("shelf_evicted_objects", files)
-                self._counters.add("shelf_evicted_bytes", outcome.nbytes[reason])
+                nbytes_of_reason = outcome.nbytes[reason]
+                self._eviction_counters.add(f"{self._prefix}evicted_objects", files)
+                self._eviction_counters.add(f"{self._prefix}evicted_bytes", nbytes_of_reason)
             else:
                 self._counters.add("leftovers_deleted", files)
         budget.unlisted_bytes -= sum(outcome.nbytes[reason] for reason in REASONS_OF_UNITS)

@@ -131,11 +131,9 @@ class Fault(Message, frozen=True, tag="fault"):
     @classmethod
     def of(cls, error: BaseException) -> Fault:
         """Return the fault for an error; other errors than kvshelf's become transient ones."""
-        if isinstance(error, errors.BadObjectError) and error.defect is not None:
-            return cls(error.kind, str(error)[:4096])
-        for base in type(error).__mro__:
-            if base.__name__ in _ERRORS:
-                return cls(base.__name__, str(error)[:4096])
+        for kind in (getattr(error, "kind", ""), *(base.__name__ for base in type(error).__mro__)):
+            if kind in _ERRORS or kind in _DEFECTS:
+                return cls(kind, str(error)[:4096])
         text = f"the node server failed: {type(error).__name__}: {error}"
         return cls("TransientStorageError", text[:4096])
 
@@ -150,10 +148,10 @@ _DEFECTS: Final = {defect.value for defect in Defect}
 _ERRORS: Final = {
     name: value
     for name, value in vars(errors).items()
-    if isinstance(value, type)
-    and issubclass(value, errors.KVShelfError)
-    and value is not errors.BadObjectError
+    if isinstance(value, type) and issubclass(value, errors.KVShelfError)
 }
+# It needs a defect.
+del _ERRORS["BadObjectError"]
 
 
 # ------------------------------------------------------------------------------- session
