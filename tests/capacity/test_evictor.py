@@ -269,16 +269,6 @@ def test_an_end_while_it_works_is_no_error(place: Place, monkeypatch: pytest.Mon
     assert place.count("visit_errors") == 0
 
 
-def test_a_store_that_never_fits_deletes_nothing(place: Place) -> None:
-    names = place.put(FMT, chunks(8), age=HOUR)
-    evictor = place.evictor(max_bytes=10 * SIZE)
-    evictor._turn()
-    assert not evictor.allows(11 * SIZE)
-    place.round(evictor)
-    assert place.objects() == set(names)
-    assert evictor.allows(SIZE)
-
-
 @pytest.mark.parametrize("costs", [DIRECTORY, S3], ids=["directory", "s3"])
 def test_what_is_in_use_stays_where_the_rest_of_the_shelf_changes(
     monkeypatch: pytest.MonkeyPatch, costs: Costs
@@ -316,43 +306,6 @@ def test_a_store_that_ends_during_a_visit_makes_no_visit_vain(
     monkeypatch.setattr(evictor._lister, "visit", end)
     place.round(evictor)
     assert evictor.schedule.folders_without_gain == 0
-
-
-def test_writes_under_way_count_against_the_bound(
-    place: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(limits, "WAIT_SECONDS", 0.0)
-    evictor, begun = place.evictor(max_bytes=10 * SIZE), 0
-    for _ in range(15):
-        evictor.sweep()
-        while evictor.begin(SIZE):
-            begun += 1
-    assert begun == 10
-    # One that fails gives its room back, also before the next visit.
-    evictor.end(SIZE, written=False)
-    assert evictor.begin(SIZE) and not evictor.begin(SIZE)
-    evictor.end(SIZE, written=False)
-    evictor.sweep()
-    assert evictor.begin(SIZE) and not evictor.begin(SIZE)
-
-
-def test_writes_under_way_count_against_the_space_that_stores_leave_free(
-    place: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Until they end the storage says nothing of them."""
-    monkeypatch.setattr(limits, "WAIT_SECONDS", 0.0)
-    total, room = 1000 * SIZE, 10
-    space = Space(least_free(Space(0, total)) + room * SIZE, total)
-    monkeypatch.setattr(place.later.inner, "space", lambda: space)
-    evictor, begun = place.evictor(), 0
-    evictor.budget._pays_again_at = math.inf
-    for _ in range(15):
-        evictor._look_at_space(at_once=True)
-        while evictor.begin(SIZE):
-            begun += 1
-    assert begun == room
-    evictor.end(SIZE, written=False)
-    assert evictor.begin(SIZE), "one that fails gives its room back"
 
 
 @pytest.mark.parametrize(
@@ -567,41 +520,6 @@ def test_stores_where_inodes_or_quota_ran_out_are_paid_for_by_the_oldest(
     assert stored >= 36
     assert len(place.objects()) >= len(old) - 10 and old[-1] not in place.objects()
     assert caplog.text.count(f"its {short_of} ran out") == 1
-
-
-@pytest.mark.usefixtures("in_storage_time")
-@pytest.mark.parametrize("frees", [True, False])
-def test_quota_that_is_reached_again_and_again_is_paid_for_by_larger_parts(
-    place: Place, monkeypatch: pytest.MonkeyPatch, frees: bool
-) -> None:
-    """Five deletions give back what a store takes of the quota; or none gives anything back."""
-    old = place.put(FMT, chunks(400), age=3 * HOUR)
-    write, limit, stored, refused = place.faults.write, len(old), 0, 0
-
-    def refuse(name: str, *arguments: Any) -> Any:
-        nonlocal stored, refused
-        deleted = len(old) - len(place.objects().intersection(old))
-        if 5 * stored >= (deleted if frees else 0):
-            refused += 1
-            raise no_space(errno.EDQUOT, "not written", name, "quota")
-        stored += 1
-        return write(name, *arguments)
-
-    monkeypatch.setattr(place.faults, "write", refuse)
-    evictor = place.evictor()
-    place.backend.bound, place.backend.on_full = evictor, evictor.found_full
-    for chunk in chunks(40, seed=1):
-        time.sleep(1)
-        evictor._turn()
-        with suppress(StorageError):
-            place.put(FMT, [chunk])
-        place.backend.writes.close()
-    deleted = limit - len(place.objects().intersection(old))
-    if frees:
-        assert stored >= 50 and refused <= 25
-    else:
-        # It frees 4, 16, 64 and 256 times the largest store, and then nothing.
-        assert not stored and 300 <= deleted <= 520
 
 
 def test_what_came_with_old_times_stays_on_a_disk_nearly_full(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from kvshelf.backends.base import NEVER_OLD, ObjectInfo
 from kvshelf.capacity import limits
 from kvshelf.capacity.limits import DAY, FANS, HOUR
-from kvshelf.capacity.order import EvictionOrder, aged, score, score_to_free
+from kvshelf.capacity.order import EvictionOrder, aged, score
 from kvshelf.capacity.visit import (
     Choice,
     Leftover,
@@ -99,17 +99,6 @@ def test_the_oldest_goes_first_what_was_never_used_sooner_and_ends_before_beginn
     scores = [score(aged(one, NOW), one.index, 30.0) for one in order]
     assert scores == sorted(scores, reverse=True)
     assert all(later >= 0 for later in scores)
-
-
-@given(st.lists(st.tuples(st.floats(0, 1e6), st.integers(1, 1 << 40))), st.integers(-5, 1 << 44))
-def test_a_cut_frees_enough_and_no_unit_more(units: list[tuple[float, int]], free: int) -> None:
-    units.sort(reverse=True)
-    at = score_to_free(units, free)
-    taken = [nbytes for scored, nbytes in units if scored >= at]
-    assert sum(taken) >= min(free, sum(nbytes for _, nbytes in units))
-    above = [nbytes for scored, nbytes in units if scored > at]
-    assert free <= 0 or not units or sum(above) < free
-    assert free > 0 or not taken
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Final, TypeAlias
 
 from kvshelf.backends import Backend, BytesLike, WriteResult
@@ -44,7 +45,6 @@ from kvshelf.errors import (
     BoundReachedError,
     ConfigError,
     NoSpaceStorageError,
-    ObjectMissingError,
     ReadOnlyStorageError,
     StorageError,
     TransientStorageError,
@@ -162,9 +162,6 @@ class DiskTier:
         if open_seconds is not None:
             self.wait_open(open_seconds)
 
-    def __repr__(self) -> str:
-        return f"DiskTier({self.path!r}, {self.max_bytes})"
-
     # ---------------------------------------------------------------------------------- opening
 
     def wait_open(self, seconds: float) -> bool:
@@ -281,23 +278,17 @@ class DiskTier:
         return self._load(fmt, ref, buffer, replace(parsed, namespace=None))
 
     def _load(
-        self,
-        fmt: ObjectFormat,
-        ref: ObjectRef,
-        buffer: memoryview,
-        parsed: ParsedName | None = None,
+        self, fmt: ObjectFormat, ref: ObjectRef, buffer: memoryview, name: ParsedName | None = None
     ) -> Chunk | None:
         shelf, chunk = self._available(), ref.chunk
         if shelf is None:
             return None
         view = shelf.view(fmt)
         try:
-            if parsed is None:
+            if name is None:
                 view.load(ref, buffer)
             else:
-                chunk = view.load_named(parsed, buffer)
-        except ObjectMissingError:
-            return None
+                chunk = view.load_named(name, buffer)
         except BadObjectError as error:
             self._counters.add("disk_tier_bad_objects")
             text = "a copy in the disk tier %s was bad and is removed: %s"
@@ -366,13 +357,14 @@ class DiskTier:
             assert shelf is not None and evictor is not None
             # Not before it is known that this is no shelf.
             evictor.start()
+            stuck, on_start = partial(self._counters.add, "stuck_threads"), self._on_thread_start
             self._threads = StorageThreads(
                 "kvshelf-tier",
                 1,
                 self._run,
                 shelf.backend,
-                count_stuck=lambda: self._counters.add("stuck_threads"),
-                on_thread_start=self._on_thread_start,
+                count_stuck=stuck,
+                on_thread_start=on_start,
             )
             try:
                 self._threads.start()
