@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from typing import Any
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvshelf.backends.base import Space
@@ -25,20 +25,27 @@ SECONDS = st.floats(0.0, 100.0)
 # ----------------------------------------------------------------------------- what may be stored
 
 STORES = st.one_of(
-    st.tuples(st.just("begin"), SIZES),
+    st.tuples(st.just("begin"), SIZES | st.just(BOUND + 1)),
+    st.tuples(st.just("begin"), st.sampled_from([100, 250])),
     st.tuples(st.just("end"), st.booleans()),
-    st.tuples(st.just("sweep"), st.floats(0.0, 1.0)),
-    st.tuples(st.just("look"), st.integers(-3000, 3000)),
+    st.tuples(st.just("sweep"), st.sampled_from([0.0, 0.0, 0.0, 0.5, 1.0])),
+    st.tuples(st.just("look"), st.integers(-300, 300)),
     st.tuples(st.just("wait"), SECONDS),
 )
 
 
-@given(st.sampled_from([None, BOUND]), st.integers(1, 4), st.lists(STORES, max_size=40))
+@given(
+    st.sampled_from([None, BOUND]),
+    st.sampled_from([0, 94_400]),
+    st.integers(1, 4),
+    st.lists(STORES, min_size=20, max_size=40),
+)
+@example(BOUND, 0, 1, [("sweep", 0.0), ("begin", 250)] * 5)
 def test_budget_keeps_bound_and_reserve_and_returns_what_was_not_written(
-    bound: int | None, keepers: int, calls: list[tuple[str, Any]]
+    bound: int | None, others: int, keepers: int, calls: list[tuple[str, Any]]
 ) -> None:
     """The shelf and the disk are as the budget was told last, but for its own writes."""
-    budget, now, stored, others, begun = StoreBudget(bound), 0.0, 0, 50_000, list[int]()
+    budget, now, stored, begun = StoreBudget(bound), 0.0, 0, list[int]()
     budget.unknown, budget.keepers = 0, keepers
     reserve = least_free(Space(0, TOTAL))
 
@@ -101,7 +108,7 @@ def test_budgets_of_all_keepers_take_turns_where_room_is_short(
         assert left > -(count + 1) * limits.TURN_SECONDS
 
 
-@given(st.lists(st.sampled_from(["found", "wrote", "freed", "hour"]), max_size=30))
+@given(st.lists(st.sampled_from([*3 * ("again",), "wrote", "hour"]), max_size=30))
 def test_budget_that_pays_for_a_quota_frees_ever_more_until_it_frees_nothing(
     events: list[str],
 ) -> None:
@@ -109,7 +116,9 @@ def test_budget_that_pays_for_a_quota_frees_ever_more_until_it_frees_nothing(
     budget.largest, disk = 10, Space(50_000, TOTAL)
     asked, short_until, pauses_until = limits.FREED_AT_ONCE, -math.inf, -math.inf
     for event in events:
-        if event == "found":
+        if event == "again":
+            if budget.pays:
+                budget.pay(budget.bytes_to_free, disk, now)
             if now >= short_until:
                 asked = limits.FREED_AT_ONCE
             elif budget.free > 0 and asked < limits.MOST_FREED_AT_ONCE:
@@ -122,8 +131,6 @@ def test_budget_that_pays_for_a_quota_frees_ever_more_until_it_frees_nothing(
         elif event == "wrote" and budget.free >= 10:
             budget.begin(10)
             budget.end(10, written=True)
-        elif event == "freed" and budget.pays:
-            budget.pay(budget.bytes_to_free, disk, now)
         elif event == "hour":
             now += HOUR / 3
         why = budget.look(disk, now, is_full=False)
