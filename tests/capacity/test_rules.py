@@ -40,7 +40,7 @@ STORES = st.one_of(
     st.integers(1, 4),
     st.lists(STORES, min_size=20, max_size=40),
 )
-@example(BOUND, 0, 1, [("sweep", 0.0), ("begin", 250)] * 5)
+@example(BOUND, 0, 1, [("sweep", 0.0), ("begin", 250)] * 9)
 def test_budget_keeps_bound_and_reserve_and_returns_what_was_not_written(
     bound: int | None, others: int, keepers: int, calls: list[tuple[str, Any]]
 ) -> None:
