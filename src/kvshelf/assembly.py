@@ -28,20 +28,23 @@ from __future__ import annotations
 import contextlib
 import enum
 import logging
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+import os
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
 
-from kvshelf.capacity.keeper import Keeper
+from kvshelf.backends import Backend, open_backend
+from kvshelf.capacity.evictor import Evictor
+from kvshelf.capacity.limits import FINEST
 from kvshelf.capacity.uses import Uses
-from kvshelf.config import Config
+from kvshelf.config import Config, default_shelf_path
 from kvshelf.metrics import Counters
-from kvshelf.shelf.opening import START_SECONDS, Opening
-from kvshelf.shelf.shelf import Shelf
-from kvshelf.tiers.tiered import AnyShelf, TieredShelf, open_configured, shelf_url
+from kvshelf.shelf.opening import START_SECONDS, TIERED_SECONDS, LateBackend, Opening
+from kvshelf.shelf.shelf import Shelf, open_shelf
+from kvshelf.tiers.directories import refuse_tier
+from kvshelf.tiers.disk_tier import DiskTier
+from kvshelf.tiers.tiered import AnyShelf, TieredShelf
 from kvshelf.urls import shown_url
-
-if TYPE_CHECKING:
-    from kvshelf.tiers.disk_tier import DiskTier
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +79,7 @@ class Assembly:
     shelf : Callable
     url : str
     uses : Uses
-    keeper : Keeper or None
+    evictor : Evictor or None
         Keeps the bounds; learns of tails and markers that this process writes.
 
     Raises
@@ -98,8 +101,15 @@ class Assembly:
         self.counters = counters
         self.shelf = shelf
         self.url = url
-        self.uses = Uses.of(config, counters, on_thread_start=on_thread_start)
-        self.keeper: Keeper | None = None
+        # A client of a node server reports uses to the server, which knows the age of chunks.
+        self.uses = Uses(
+            counters,
+            max_age=config.capacity.max_age,
+            every=FINEST if config.server is not None else None,
+            off=config.read_only,
+            on_thread_start=on_thread_start,
+        )
+        self.evictor: Evictor | None = None
         self._config = config
         self._on_thread_start = on_thread_start
         self._storage = storage
@@ -122,19 +132,19 @@ class Assembly:
         shelf, config = self.shelf(), self._config
         if shelf is None or config.read_only or config.server is not None:
             return
-        if self.keeper is None:
-            self.keeper = Keeper(
+        if self.evictor is None:
+            self.evictor = Evictor(
                 shelf.backend, config.capacity, self.counters, on_thread_start=self._on_thread_start
             )
-        self.keeper.start()
+        self.evictor.start()
 
     # ------------------------------------------------------------- the end
 
     def close(self) -> None:
         """Record queued uses for a limited time, and close all parts. Idempotent."""
         self.uses.close()
-        if self.keeper is not None:
-            self.keeper.close()
+        if self.evictor is not None:
+            self.evictor.close()
         self._closing.close()
 
 
@@ -203,3 +213,122 @@ def assemble(
             assembly.keep_bounds()
         assembly._closing = closing.pop_all()
     return assembly
+
+
+def open_late(
+    url: str | os.PathLike[str],
+    tier: DiskTier | None,
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+    read_only: bool = False,
+    counters: Counters | None = None,
+) -> Shelf:
+    """Open a shelf, also when it does not answer now.
+
+    The objects in its tier can be loaded meanwhile.
+
+    Parameters
+    ----------
+    url, storage_options, read_only, counters
+        As for :func:`kvshelf.shelf.shelf.open_shelf`.
+    tier : DiskTier or None
+        The disk tier in front of it.
+
+    Raises
+    ------
+    ConfigError, StorageError
+        If the shelf cannot be opened, and waiting would not help.
+    """
+
+    def make() -> Backend:
+        opened = open_backend(url, storage_options=storage_options, read_only=read_only)
+        try:
+            if tier is not None:
+                tier.check_disjoint(opened)
+            refuse_tier(opened)
+        except BaseException:
+            opened.close()
+            raise
+        return opened
+
+    if tier is None:
+        seconds, meanwhile = START_SECONDS, "nothing is found or stored"
+    else:
+        seconds = TIERED_SECONDS
+        meanwhile = f"only objects in the disk tier {tier.path} can be loaded"
+    opening = Opening(shown_url(url), make)
+    backend = opening.first(seconds, meanwhile) or LateBackend(opening)
+    return Shelf(backend, counters)
+
+
+def shelf_url(config: Config) -> str:
+    """Return where the shelf of `config` is; logs a warning if it is a default."""
+    if config.shared_storage_path is not None:
+        return config.shared_storage_path
+    url = str(default_shelf_path())
+    logger.warning(
+        "shared_storage_path is not set: KV is kept in %s, which only this user on this machine"
+        " can read. Set it to a directory or URL that your engines share.",
+        url,
+    )
+    return url
+
+
+def open_configured(
+    url: str,
+    config: Config,
+    counters: Counters,
+    *,
+    late: bool = False,
+    on_thread_start: Callable[[], None] | None = None,
+) -> tuple[Shelf, DiskTier | None]:
+    """Open the shelf of a configuration, and its disk tier if it has one. May block.
+
+    Behind a disk tier the shelf may open later, see :func:`open_late`.
+
+    Parameters
+    ----------
+    url : str
+        Where the shelf is, see :func:`shelf_url`.
+    config : Config
+    counters : Counters
+        Counts what both do.
+    late : bool
+        The shelf may open later without a disk tier, too. Nothing is found meanwhile.
+    on_thread_start : Callable, optional
+        Called first on the tier's thread, to set its processors.
+
+    Raises
+    ------
+    ConfigError, StorageError
+        If the shelf or the tier cannot be opened, and waiting would not help; without a disk
+        tier also if the storage does not answer, unless it may be `late`.
+    """
+    options: dict[str, Any] = {
+        "storage_options": config.storage_options,
+        "read_only": config.read_only,
+        "counters": counters,
+    }
+    place = config.disk_tier
+    with contextlib.ExitStack() as undo:
+        if place is None:
+            shelf = open_late(url, None, **options) if late else open_shelf(url, **options)
+            undo.callback(shelf.close)
+            refuse_tier(shelf.backend)
+            undo.pop_all()
+            return shelf, None
+        begin = time.monotonic()
+        tier = DiskTier(
+            place.path,
+            place.max_bytes,
+            counters=counters,
+            open_seconds=None,
+            on_thread_start=on_thread_start,
+        )
+        undo.callback(tier.close)
+        shelf = open_late(url, tier, **options)
+        undo.callback(shelf.close)
+        # Both are opened at the same time.
+        tier.wait_open(max(0.0, begin + TIERED_SECONDS - time.monotonic()))
+        undo.pop_all()
+    return shelf, tier

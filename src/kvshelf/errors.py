@@ -3,10 +3,13 @@
 Owns every exception class that kvshelf raises deliberately, and :func:`printable`,
 :func:`size_text` and :func:`short_repr` for their texts. Each class also derives from the builtin
 that a Python user would catch for the same problem, so ``except FileNotFoundError`` works without
-knowing kvshelf. This module imports nothing.
+knowing kvshelf. This module imports nothing of kvshelf.
 """
 
 from __future__ import annotations
+
+from enum import Enum
+from typing import Any
 
 __all__ = [
     "BadObjectError",
@@ -33,7 +36,20 @@ _MOST_CHARACTERS = 2000
 
 
 class KVShelfError(Exception):
-    """Base class of all errors raised by kvshelf."""
+    """Base class of all errors raised by kvshelf.
+
+    Attributes
+    ----------
+    defect : Enum or None
+        In which way an object is invalid: a :class:`kvshelf.format.invalid.Defect`.
+    """
+
+    defect: Enum | None = None
+
+    @property
+    def kind(self) -> str:
+        """What is wrong, in one word: the name of the class, or of an object's defect."""
+        return type(self).__name__ if self.defect is None else str(self.defect.value)
 
 
 class ConfigError(KVShelfError, ValueError):
@@ -124,11 +140,14 @@ class BoundReachedError(PermanentStorageError):
 
 
 class BadObjectError(KVShelfError, ValueError):
-    """The bytes of an object are not those that its name and namespace require.
+    """The bytes of an object are not those that its name and namespace require."""
 
-    Subclasses, one for each way an object can be invalid, are in
-    :mod:`kvshelf.format.invalid`.
-    """
+    def __init__(self, defect: Enum, text: str) -> None:
+        super().__init__(text)
+        self.defect = defect
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.defect, str(self))
 
 
 class NotRegularError(StorageError, BadObjectError):
@@ -136,6 +155,12 @@ class NotRegularError(StorageError, BadObjectError):
 
     A storage error when a backend meets it, and one of the ways an object can be invalid.
     """
+
+    def __init__(self, *args: object) -> None:
+        OSError.__init__(self, *args)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return OSError.__reduce__(self)  # type: ignore[return-value]
 
 
 def printable(text: str, most: int | None = None) -> str:

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from kvshelf.capacity.keeper import Keeper
-from kvshelf.capacity.visit import FANS
+from kvshelf.capacity.evictor import Evictor
+from kvshelf.capacity.limits import FANS
 from kvshelf.config import CapacityConfig
 from kvshelf.format.keys import Chunk, KeyChain
 from kvshelf.format.objects import ObjectFormat
@@ -76,19 +76,19 @@ class Place:
         self.age(path, age)
         return path
 
-    def keeper(self, **capacity: object) -> Keeper:
-        """Return the only keeper of this shelf, which is not started: :meth:`round` drives it."""
+    def evictor(self, **capacity: object) -> Evictor:
+        """Return the only evictor of this shelf, which is not started: :meth:`round` drives it."""
         config = CapacityConfig.model_validate(capacity)
-        keeper = Keeper(self.shelf.backend, config, self.counters)
-        keeper._unknown = 0
-        return keeper
+        evictor = Evictor(self.shelf.backend, config, self.counters)
+        evictor.budget.unknown = 0
+        return evictor
 
-    def round(self, keeper: Keeper) -> None:
-        """Have a keeper visit all of the shelf; raise what a visit raises."""
+    def round(self, evictor: Evictor) -> None:
+        """Have an evictor sweep all of the shelf; raise what a sweep raises."""
         for _ in range(FANS):
-            first = keeper._next
-            keeper._visit()
-            if (keeper._next - first) % FANS == 0:
+            first = evictor._next
+            evictor.sweep()
+            if (evictor._next - first) % FANS == 0:
                 return
 
     def count(self, name: str) -> float:

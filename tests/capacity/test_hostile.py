@@ -23,8 +23,9 @@ from kvshelf.backends import Backend, ObjectInfo
 from kvshelf.backends.guard import GuardedBackend
 from kvshelf.backends.oserrors import storage_error
 from kvshelf.capacity import keepers
-from kvshelf.capacity.keeper import Keeper
-from kvshelf.capacity.visit import FANS, KEEPERS
+from kvshelf.capacity.evictor import Evictor
+from kvshelf.capacity.limits import FANS
+from kvshelf.capacity.visit import KEEPERS
 from kvshelf.cli.app import app
 from kvshelf.config import CapacityConfig
 from kvshelf.errors import StorageError
@@ -175,13 +176,13 @@ def test_a_keeper_keeps_its_bound_beside_one_file(
 
     if hostile is no_reserved_folder:
         # Pins may have been there.
-        keeper = place.keeper(max_bytes=6 * SIZE)
-        assert keeper._turn() is not None
+        evictor = place.evictor(max_bytes=6 * SIZE)
+        assert evictor._turn() is not None
         assert objects() == 10 * FMT.shards and "a file is in the place" in caplog.text
         return
-    place.round(place.keeper(max_bytes="10TiB"))
+    place.round(place.evictor(max_bytes="10TiB"))
     assert objects() == 10 * FMT.shards
-    place.round(place.keeper(max_bytes=6 * SIZE))
+    place.round(place.evictor(max_bytes=6 * SIZE))
     assert 3 * FMT.shards <= objects() <= 6 * FMT.shards
 
 
@@ -249,11 +250,11 @@ def visit_copy(place: Place, number: int, fault: int | str, odd: str = "") -> On
         (root / odd / "c\\d").mkdir()
     storage = OneBadCall(LaterBackend(posix(root), place.later.ahead), number, fault)
     rules = CapacityConfig.model_validate({"max_age": "1d"})
-    keeper = Keeper(GuardedBackend(storage), rules, Counters())
-    keeper._width, keeper._unknown = FANS, 0
+    evictor = Evictor(GuardedBackend(storage), rules, Counters())
+    evictor.schedule.width, evictor.budget.unknown = FANS, 0
     for _ in range(2):
         with suppress(StorageError):
-            keeper._visit()
+            evictor.sweep()
         time.sleep(10)
     return storage
 

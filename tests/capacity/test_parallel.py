@@ -1,16 +1,15 @@
-"""Work on many items at once: its order, its errors, its retries, and what an interrupt leaves."""
+"""Work on many items at once: its order, its errors, and what an interrupt leaves."""
 
 from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 
 import pytest
 
-from kvshelf.capacity.parallel import Attempts, in_parallel
-from kvshelf.errors import NoSpaceStorageError, TransientStorageError
+from kvshelf.capacity.parallel import in_parallel
 
 
 @pytest.mark.parametrize("threads", [0, 1, 4])
@@ -72,44 +71,3 @@ def test_who_leaves_waits_for_what_is_in_progress_and_the_rest_is_dropped(
             in_progress.wait(20)
     assert stop.is_set()
     assert sorted(begun) == sorted(ended) == [0, 1, 2]
-
-
-def failing(times: dict[str, int], error: Exception) -> Callable[[str], Callable[[], None]]:
-    """Make calls that fail so often, by name."""
-
-    def make(name: str) -> Callable[[], None]:
-        def call() -> None:
-            if times.get(name, 0):
-                times[name] -= 1
-                raise error
-
-        return call
-
-    return make
-
-
-def test_trouble_that_passes_is_waited_for_and_what_remains_is_the_item_s() -> None:
-    error = TransientStorageError(5, "EIO")
-    attempts = Attempts((0.0, 0.0))
-    calls = failing({"a": 2, "b": 3, "c": 3, "d": 3}, error)
-    assert attempts.make(calls("a")) is None
-    assert attempts.make(calls("b")) is error
-    assert attempts.make(calls("fine")) is None
-    assert attempts.make(calls("c")) is error
-    # Nothing has succeeded between two items.
-    with pytest.raises(TransientStorageError):
-        attempts.make(calls("d"))
-
-
-def test_a_storage_that_never_answers_or_is_full_ends_the_work() -> None:
-    for error in (TransientStorageError(5, "EIO"), NoSpaceStorageError(28, "full")):
-        with pytest.raises(type(error)):
-            Attempts(()).make(failing({"a": 9}, error)("a"))
-
-
-def test_nothing_is_retried_after_the_end() -> None:
-    attempts = Attempts((60.0,))
-    attempts.stop.set()
-    times = {"a": 9}
-    assert attempts.make(failing(times, TransientStorageError(5, "EIO"))("a")) is None
-    assert times == {"a": 8}

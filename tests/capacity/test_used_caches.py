@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from kvshelf import ChunkCache, Shelf
-from kvshelf.capacity import keeper
+from kvshelf.capacity import budget
 from kvshelf.capacity.uses import Uses
 from kvshelf.config import Config
 from kvshelf.format.names import parse_path
@@ -107,7 +107,7 @@ def test_a_cache_that_is_opened_records_uses(tmp_path: Path) -> None:
 def test_storage_without_free_space_gets_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(keeper, "least_free", lambda _: 1 << 50)
+    monkeypatch.setattr(budget, "least_free", lambda _: 1 << 50)
     config = Config(shared_storage_path=str(tmp_path), chunk_size=CHUNK)
     with ChunkCache.open(config, facts()) as cache:
         until(lambda: not cache.shelf.backend.allows(1))

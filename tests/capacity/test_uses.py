@@ -17,8 +17,7 @@ import pytest
 
 from kvshelf.backends import Touched
 from kvshelf.backends.base import Backend
-from kvshelf.capacity import keepers
-from kvshelf.capacity import uses as uses_module
+from kvshelf.capacity import keepers, limits
 from kvshelf.capacity.uses import Uses, resolution
 from kvshelf.errors import (
     NoSpaceStorageError,
@@ -117,7 +116,7 @@ def test_off_is_off(place: Place) -> None:
     before = named("kvshelf-uses")
     with closing(place.uses(off=True)) as uses:
         uses.note(place.view, CHUNKS)
-        uses.note_names(place.shelf.backend, [place.view.name(ObjectRef(CHUNKS[0], 0))])
+        uses.note(place.shelf.backend, [place.view.name(ObjectRef(CHUNKS[0], 0))])
         assert uses.flush(PATIENCE) and not named("kvshelf-uses") - before
     assert place.fresh() == []
 
@@ -166,7 +165,7 @@ def test_use_of_an_object_that_hangs_or_fails_takes_no_other_with_it(
 def test_a_storage_that_hangs_holds_up_no_engine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(uses_module, "_MOST_WAITING", 600)
+    monkeypatch.setattr(limits, "MOST_WAITING", 600)
     place = Place(tmp_path)
     hang = place.faults.hang("touch")
     with closing(place.shelf):
@@ -189,7 +188,7 @@ def test_a_storage_that_hangs_holds_up_no_engine(
 
 
 def test_what_is_remembered_is_bounded(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(uses_module, "_MOST_USES", 4)
+    monkeypatch.setattr(limits, "MOST_USES", 4)
     with closing(place.uses()) as uses:
         place.record(uses, CHUNKS)
         place.record(uses, CHUNKS[-1:])
@@ -216,7 +215,7 @@ def test_tails_are_recorded_each_minute(place: Place) -> None:
     with closing(place.uses(max_age=30 * DAY)) as uses:
         for seconds, expected in [(0, 1), (50, 1), (11, 2), (10, 2)]:
             time.sleep(seconds)
-            uses.note_names(place.shelf.backend, [place.view.name(ObjectRef(TAIL, 0))])
+            uses.note(place.shelf.backend, [place.view.name(ObjectRef(TAIL, 0))])
             assert uses.flush(PATIENCE)
             assert place.faults.counts["touch"] == expected
 

@@ -16,28 +16,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvshelf.backends.base import ObjectInfo
-from kvshelf.capacity import visit as visit_module
+from kvshelf.capacity import limits
 from kvshelf.capacity.keepers import NEVER_OLD, time_for_ages
+from kvshelf.capacity.limits import DAY, FANS, HOUR
+from kvshelf.capacity.order import EvictionOrder, aged, score
 from kvshelf.capacity.visit import (
-    DAY,
-    FANS,
-    HOUR,
     Choice,
-    Group,
     Leftover,
     Lister,
     Part,
     Reason,
     Rules,
     Unit,
-    aged,
     delete,
     fan_of,
     is_old,
     last_use,
     reason_to_delete,
-    score,
-    score_to_free,
 )
 from kvshelf.errors import PermanentStorageError, TransientStorageError
 from kvshelf.format.kinds import FULL, WINDOW
@@ -106,17 +101,6 @@ def test_the_oldest_goes_first_what_was_never_used_sooner_and_ends_before_beginn
     scores = [score(aged(one, NOW), one.index, 30.0) for one in order]
     assert scores == sorted(scores, reverse=True)
     assert all(later >= 0 for later in scores)
-
-
-@given(st.lists(st.tuples(st.floats(0, 1e6), st.integers(1, 1 << 40))), st.integers(-5, 1 << 44))
-def test_a_cut_frees_enough_and_no_unit_more(units: list[tuple[float, int]], free: int) -> None:
-    units.sort(reverse=True)
-    at = score_to_free(units, free)
-    taken = [nbytes for scored, nbytes in units if scored >= at]
-    assert sum(taken) >= min(free, sum(nbytes for _, nbytes in units))
-    above = [nbytes for scored, nbytes in units if scored > at]
-    assert free <= 0 or not units or sum(above) < free
-    assert free > 0 or not taken
 
 
 @pytest.mark.parametrize(
@@ -239,16 +223,17 @@ def test_shelf_whose_namespaces_cannot_be_listed_is_no_error_unless_it_is_its_ro
 
 def test_cut_after_a_visit_of_the_whole_shelf_is_the_score_that_frees_enough() -> None:
     # Of these two numbers `a + (b - a)` is more than b.
-    group = Group(cut=1.672)
+    order = EvictionOrder(None, None)
+    order._learned[""] = 1.672
     units = [(0.433, 100), (0.4, 100)]
-    assert group.move_cut(units, low=50.0, high=0.0, weight=1.0) == units[0][0]
+    assert order.threshold("", units, low=50.0, high=0.0, weight=1.0) == units[0][0]
 
 
 @pytest.mark.parametrize("at_once", [1, 1000], ids=["directory", "s3"])
 def test_folder_with_very_many_units_is_sampled_by_visits_and_whole_for_commands(
     monkeypatch: pytest.MonkeyPatch, at_once: int
 ) -> None:
-    monkeypatch.setattr(visit_module, "_MOST_UNITS", 2000)
+    monkeypatch.setattr(limits, "MOST_UNITS", 2000)
     storage, draw = MemoryStorage(deletes_at_once=at_once), random.Random(3)
     for _ in range(5000):
         key = f"ab{draw.randbytes(31).hex()}"
@@ -341,10 +326,9 @@ def test_what_was_used_or_stored_again_meanwhile_stays_with_all_its_shards(place
     place.path(gone.names[0]).unlink()
     outcome = delete(place.backend, [(one, Reason.SIZE) for one in units], now=place.now)
     assert outcome.error is None
-    assert (outcome.kept.count, outcome.gone.count) == (FMT.shards, 1)
-    assert outcome.deleted[Reason.SIZE].count == outcome.count == 2 * FMT.shards - 1
+    assert (outcome.kept, outcome.gone) == (FMT.shards, 1)
+    assert outcome.deleted == {Reason.SIZE: 2 * FMT.shards - 1}
     assert place.objects() == set(used.names)
-    assert outcome.lost[f"{FMT.namespace.folder}/_", Reason.SIZE].count == outcome.count
     assert other.nbytes >= sum(FMT.object_size(shard) for shard in range(FMT.shards))
 
 
@@ -352,7 +336,7 @@ def test_deletion_ends_after_the_request_in_which_it_is_stopped(place: Place) ->
     place.put(FMT, chunks(40), age=DAY)
     units = [(one, Reason.SIZE) for one in picked(place)]
     outcome = delete(place.backend, units, now=place.now, stop=lambda: True)
-    assert 0 < outcome.count < 40 * FMT.shards == outcome.count + len(place.objects())
+    assert 0 < outcome.done < 40 * FMT.shards == outcome.deleted.total() + len(place.objects())
 
 
 def test_folder_in_which_there_is_something_again_stays_without_an_error(place: Place) -> None:
@@ -360,7 +344,7 @@ def test_folder_in_which_there_is_something_again_stays_without_an_error(place: 
     folder = name.rpartition("/")[0]
     empty = Leftover(folder, Reason.EMPTY, 0, 0.0)
     outcome = delete(place.backend, [(empty, Reason.EMPTY)], now=place.now)
-    assert (outcome.kept.count, outcome.failed, outcome.count) == (1, 0, 0)
+    assert (outcome.kept, outcome.failed, outcome.done) == (1, 0, 1)
     assert place.path(name).exists()
 
 

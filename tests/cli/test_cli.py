@@ -178,7 +178,7 @@ def test_the_first_error_is_told_and_breakers_are_silent(
         raise TransientStorageError(5, "the cable is cut\x1b[31m")
 
     monkeypatch.setattr(PosixBackend, "write", fail)
-    monkeypatch.setattr("kvshelf.capacity.parallel.PAUSES", (0.0,) * 6)
+    monkeypatch.setattr("kvshelf.tools.work.PAUSES", (0.0,) * 6)
     result = run("copy", shelf, tmp_path / "target")
     assert result.exit_code == 3
     assert "the cable is cut" in result.stderr

@@ -11,7 +11,7 @@ import pytest
 
 from kvshelf.backends.posix import PosixBackend
 from kvshelf.cli.codes import PROBLEM
-from kvshelf.errors import PermanentStorageError, StorageError
+from kvshelf.errors import PermanentStorageError, StorageError, TransientStorageError
 from kvshelf.shelf.pins import Pin, Pins
 from tests.support.filled import namespace, prompt
 from tests.support.places import Place
@@ -77,6 +77,28 @@ def test_each_salt_group_is_bounded_before_the_shelf_is(place: Place) -> None:
     assert row["chosen"]["group"]["files"] == 12
     assert row["chosen"]["size"]["files"] == 6
     assert row["bytes_after"] <= 3 * each
+
+
+def test_gc_of_a_storage_that_is_overloaded_ends_with_an_error_and_the_next_one_finishes(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes ten deletions, and then answers 503: both runs say what they deleted."""
+    delete, taken = PosixBackend._delete, list[str]()
+
+    def overloaded(self: PosixBackend, name: str) -> bool:
+        if name.endswith(".safetensors"):
+            taken.append(name)
+            if len(taken) > 10:
+                raise TransientStorageError(16, "503 slow down", name)
+        return bool(delete(self, name))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PosixBackend, "_delete", overloaded)
+        first = gc(place, "--max-bytes", "1000B", "--yes", code=PROBLEM)
+    assert first["deleted"]["size"]["files"] == 10 and len(place.names()) == 14
+    assert first["failed"] == 14 and len(taken) == len({*taken}), "none is tried twice"
+    second = gc(place, "--max-bytes", "1000B", "--yes")
+    assert second["deleted"]["size"]["files"] == 14 and not place.names()
 
 
 def test_deletions_that_the_storage_refuses_are_told(

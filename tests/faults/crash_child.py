@@ -17,7 +17,7 @@ import sys
 from typing import Any
 
 from kvshelf.backends import posix, posix_folders
-from kvshelf.capacity.keeper import Keeper
+from kvshelf.capacity.evictor import Evictor
 from kvshelf.config import CapacityConfig
 from kvshelf.format.keys import Chunk
 from kvshelf.format.objects import ObjectFormat
@@ -85,7 +85,7 @@ def _run(
     fmt = make_format()
     with open_shelf(root, storage_options={"fsync": fsync}) as shelf:
         if job == "visit":
-            Keeper(shelf.backend, CapacityConfig(max_bytes=1), Counters())._visit()
+            Evictor(shelf.backend, CapacityConfig(max_bytes=1), Counters()).sweep()
             return
         for chunk in make_chunks(fmt, 2):
             for shard in range(fmt.shards):

@@ -11,7 +11,7 @@ import json
 import os
 import sys
 
-from kvshelf.capacity import keeper
+from kvshelf.capacity import limits
 from kvshelf.format.keys import Chunk, KeyChain
 from kvshelf.metrics import Counters
 from kvshelf.shelf.view import ObjectRef
@@ -31,7 +31,7 @@ def make_chunk(writer: int, number: int) -> Chunk:
 def write(path: str, max_bytes: int, writer: int, objects: int) -> dict[str, float]:
     """Copy objects to the tier, one after the other."""
     counters = Counters()
-    keeper._WAIT_SECONDS = 60.0  # type: ignore[misc]
+    limits.WAIT_SECONDS = 60.0  # type: ignore[misc]
     tier = DiskTier(path, max_bytes, counters=counters)
     for number in range(objects):
         chunk = make_chunk(writer, number)

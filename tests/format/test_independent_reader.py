@@ -24,7 +24,7 @@ from kvshelf.format.keys import Chunk, KeyChain
 from kvshelf.format.kinds import STATE
 from kvshelf.format.names import object_name
 from kvshelf.format.objects import ObjectFormat
-from tests.support.formats import hybrid_format
+from tests.support.formats import encode, hybrid_format
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -130,9 +130,8 @@ def fill_shelf(shelf: Path, fmt: ObjectFormat, chunk: Chunk, rng: Any) -> list[d
         }
         path = folder / object_name(chunk, shard, fmt.shards, STATE)
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(
-            b"".join(fmt.encode(chunk, shard, [array.tobytes() for array in tensors.values()]))
-        )
+        payload = b"".join(array.tobytes() for array in tensors.values())
+        path.write_bytes(encode(fmt, chunk, shard, payload))
         found.append(tensors)
     return found
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from kvshelf.errors import BadObjectError, ConfigError, TransientStorageError
-from kvshelf.format import invalid, keys, names, namespace, plans, tensors
+from kvshelf.format import invalid, keys, names, namespace, tensors
 from kvshelf.format import objects as encoding
 
 HERE: Final = Path(__file__).resolve().parent
@@ -205,7 +205,7 @@ def _instrument(module: Any) -> None:
 def _with_atheris(seconds: int) -> None:
     import atheris
 
-    for module in (encoding, plans, invalid, tensors, namespace, keys, names):
+    for module in (encoding, invalid, tensors, namespace, keys, names):
         _instrument(module)
     FOUND.joinpath("corpus").mkdir(parents=True, exist_ok=True)
     options = [

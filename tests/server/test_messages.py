@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvshelf import errors
-from kvshelf.format import invalid
+from kvshelf.format.invalid import Defect
 from kvshelf.server import messages
 from kvshelf.server.interface import ServerClient
 from kvshelf.server.messages import (
@@ -204,14 +204,14 @@ def test_a_reply_over_the_limit_becomes_a_fault() -> None:
         errors.NoSpaceStorageError("full"),
         errors.UnavailableStorageError("open"),
         errors.ConfigError("no"),
-        invalid.WrongSize("longer"),
+        errors.BadObjectError(Defect.WRONG_SIZE, "longer"),
     ],
     ids=lambda error: type(error).__name__,
 )
 def test_errors_keep_their_class_and_text(error: Exception) -> None:
     found = Fault.of(error).error()
-    assert type(found) is type(error)
-    assert str(found) == str(error)
+    assert (type(found), str(found)) == (type(error), str(error))
+    assert found.defect is getattr(error, "defect", None)
 
 
 def test_fault_of_an_unknown_class_is_a_storage_error() -> None:

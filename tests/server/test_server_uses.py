@@ -11,7 +11,6 @@ import pytest
 
 from kvshelf.backends import Touched
 from kvshelf.capacity.uses import Uses
-from kvshelf.config import Config
 from kvshelf.format.keys import Chunk
 from kvshelf.metrics import Counters
 from kvshelf.server.messages import Fault, LookedUp, Result
@@ -112,8 +111,7 @@ def test_an_engines_hits_reach_the_server(tmp_path: Path) -> None:
         of_server = stack.enter_context(closing(Uses(server_counts)))
         server = stack.enter_context(LocalServer(tmp_path / "s", storage, uses=of_server))
         shelf = stack.enter_context(closing(open_served(server.url)))
-        uses = stack.enter_context(closing(Uses.of(Config(server=server.url), counts)))
-        assert uses.resolution == 60.0
+        uses = stack.enter_context(closing(Uses(counts, every=60.0)))
         uses.note(shelf.view(FMT), chunks)
         assert uses.flush(PATIENCE)
         assert counts.snapshot()["touched_objects"] == 3 * FMT.shards

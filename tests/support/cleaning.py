@@ -26,4 +26,4 @@ def clean(backend: Backend, later: float = 0.0) -> int:
         for leftover in part.leftovers
         if leftover.reason is not Reason.EMPTY and is_old(leftover, Rules(), old_at)
     ]
-    return delete(backend, old, now=now).count
+    return delete(backend, old, now=now).deleted.total()

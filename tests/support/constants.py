@@ -52,7 +52,7 @@ def _places(value: Any) -> dict[str, list[tuple[str, str, Any]]]:
         "io_threads": [
             (_MEMORY, "default_io_threads", lambda _: (value, max(1, value // 2))),
         ],
-        "least_free": [("kvshelf.capacity.keeper", "least_free", lambda _: value)],
+        "least_free": [("kvshelf.capacity.budget", "least_free", lambda _: value)],
         "deadlines": [("kvshelf.backends.guard:GuardedBackend", "__init__", _guarded(value))],
     }
 

@@ -14,7 +14,7 @@ from kvshelf.format.objects import ObjectFormat
 from kvshelf.shelf.shelf import Shelf, open_shelf
 from kvshelf.shelf.view import ObjectRef
 from tests.support import prompts
-from tests.support.formats import make_record
+from tests.support.formats import encode, make_record
 
 CHUNK = 32
 
@@ -71,13 +71,12 @@ def store(shelf: Shelf, of: Namespace, tokens: Sequence[int], salt: str = "") ->
     for chunk in KeyChain(of.digest, family.chunk_size, salt=salt, salt_group=group).extend(tokens):
         for fmt in map(family.of, family.kinds):
             for shard in range(fmt.shards):
-                tensors = [
+                tensors = (
                     hashlib.shake_128(chunk.key + bytes([shard, number])).digest(tensor.nbytes)
                     for number, tensor in enumerate(fmt.tensors(shard))
-                ]
-                shelf.view(fmt).publish(
-                    ObjectRef(chunk, shard), b"".join(fmt.encode(chunk, shard, tensors))
                 )
+                image = encode(fmt, chunk, shard, b"".join(tensors))
+                shelf.view(fmt).publish(ObjectRef(chunk, shard), image)
                 count += 1
     return count
 

@@ -85,6 +85,13 @@ def sealed(fmt: ObjectFormat, chunk: Chunk, shard: int = 0, fill: int | None = N
     return data
 
 
+def encode(fmt: ObjectFormat, chunk: Chunk, shard: int, payload: bytes) -> bytearray:
+    """Return the object with this payload."""
+    data = bytearray(fmt.data_offset) + payload
+    fmt.seal(memoryview(data), chunk, shard)
+    return data
+
+
 def hybrid_record(**fields: Any) -> dict[str, Any]:
     """Return the record of six layers in two stages; only the first stage has states."""
     hybrid: dict[str, Any] = {

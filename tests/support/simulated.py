@@ -20,9 +20,9 @@ import pytest
 
 from kvshelf.backends import guard
 from kvshelf.backends.guard import GuardedBackend
-from kvshelf.capacity import keeper as keeper_module
-from kvshelf.capacity import keepers
-from kvshelf.capacity.keeper import Keeper
+from kvshelf.capacity import evictor as evictor_module
+from kvshelf.capacity import keepers, limits
+from kvshelf.capacity.evictor import Evictor
 from kvshelf.config import CapacityConfig
 from kvshelf.metrics import Counters
 from kvshelf.shelf import pacing
@@ -63,7 +63,7 @@ class Waiting:
 class Writer:
     """A process that stores chunks, each with some objects of equal size."""
 
-    keeper: Keeper
+    evictor: Evictor
     counters: Counters
     guard: GuardedBackend
     rate: float = 0.0
@@ -99,9 +99,9 @@ class Fleet:
             thread_time=self._thread_time,
             sleep=lambda seconds: None,
         )
-        for module in (guard, keeper_module, keepers, memory, pacing):
+        for module in (guard, evictor_module, keepers, memory, pacing):
             monkeypatch.setattr(module, "time", clock)
-        monkeypatch.setattr(keeper_module, "_WAIT_SECONDS", 0.0)
+        monkeypatch.setattr(limits, "WAIT_SECONDS", 0.0)
         listed = self.storage._walk
 
         def walk(*arguments: Any) -> Any:
@@ -120,9 +120,9 @@ class Fleet:
             name: options.pop(name) for name in CapacityConfig.model_fields if name in options
         }
         guarded, counters = GuardedBackend(self.storage), Counters()
-        keeper = Keeper(guarded, CapacityConfig.model_validate(bounds), counters)
-        guarded.bound, guarded.on_full = keeper, keeper.found_full
-        writer = Writer(keeper, counters, guarded, rate, **options)
+        evictor = Evictor(guarded, CapacityConfig.model_validate(bounds), counters)
+        guarded.bound, guarded.on_full = evictor, evictor.found_full
+        writer = Writer(evictor, counters, guarded, rate, **options)
         self.writers.append(writer)
         return writer
 
@@ -144,11 +144,11 @@ class Fleet:
         """Store what is in staging, as far as there is room."""
         while writer.staging:
             chunk = writer.staging[0]
-            while chunk.stored < writer.objects and writer.keeper.begin(writer.nbytes):
+            while chunk.stored < writer.objects and writer.evictor.begin(writer.nbytes):
                 name = f"{chunk.start}-{chunk.stored}of{writer.objects}.safetensors"
                 self.storage.put(name, writer.nbytes)
                 writer.guard.written.add(writer.space)
-                writer.keeper.end(writer.nbytes, written=True)
+                writer.evictor.end(writer.nbytes, written=True)
                 chunk.stored += 1
             if chunk.stored < writer.objects:
                 if self.now < chunk.since + WAIT_SECONDS:
@@ -171,7 +171,7 @@ class Fleet:
                     self.store(writer)
                 if self.now >= writer.busy_until:
                     before, lists = self._cpu, self.storage.lists
-                    pause = writer.keeper._turn()
+                    pause = writer.evictor._turn()
                     spent = self._cpu - before
                     writer.cpu += spent
                     wait = spent + (self.storage.lists - lists) * self.costs.listing

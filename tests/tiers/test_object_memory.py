@@ -9,8 +9,13 @@ import pytest
 
 from kvshelf.backends import open_backend
 from kvshelf.backends.wrappers import ReadOnlyBackend
-from kvshelf.errors import ObjectMissingError, TransientStorageError, UnavailableStorageError
-from kvshelf.format.invalid import PayloadDamaged
+from kvshelf.errors import (
+    BadObjectError,
+    ObjectMissingError,
+    TransientStorageError,
+    UnavailableStorageError,
+)
+from kvshelf.format.invalid import Defect
 from kvshelf.format.keys import Chunk
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.shelf.shelf import Shelf, open_shelf
@@ -106,10 +111,10 @@ def test_an_object_that_the_owner_of_the_memory_found_bad_is_set_aside(
     root: Path, fmt: ObjectFormat, chunks: list[Chunk]
 ) -> None:
     faulty = FaultyStorage(open_backend(root))
-    faulty.add(Fault("pin", error=PayloadDamaged("payload damaged")))
+    faulty.add(Fault("pin", error=BadObjectError(Defect.PAYLOAD_DAMAGED, "payload damaged")))
     with PinningShelf(faulty, LendingMemory(open_backend(root), faulty)) as shelf:
         store(shelf, fmt, chunks[0])
-        with pytest.raises(PayloadDamaged):
+        with pytest.raises(BadObjectError, match="payload damaged"):
             shelf.view(fmt).pin(ObjectRef(chunks[0], 0))
         assert len(set_aside(shelf)) == 1
 

@@ -21,6 +21,8 @@ from unittest import mock
 
 import pytest
 
+from kvshelf import assembly
+from kvshelf.assembly import open_configured, open_late
 from kvshelf.backends import Backend
 from kvshelf.backends.guard import GuardedBackend
 from kvshelf.backends.posix import PosixBackend
@@ -38,9 +40,8 @@ from kvshelf.shelf.lookup import LookupService
 from kvshelf.shelf.shelf import Shelf, open_shelf
 from kvshelf.shelf.view import ObjectRef
 from kvshelf.tiers import disk_tier as tier_module
-from kvshelf.tiers import tiered
 from kvshelf.tiers.disk_tier import DiskTier
-from kvshelf.tiers.tiered import TieredShelf, open_configured, open_late
+from kvshelf.tiers.tiered import TieredShelf
 from kvshelf.transfer.read_ahead import ReadAhead
 from tests.faults import tier_child
 from tests.sim.storage import FAR, Fault, FaultyStorage, posix
@@ -209,8 +210,7 @@ def test_a_thread_that_a_tier_keeps_is_replaced(
     machine = start(remote)
     chunks, others = make_chunks(FMT, 1), make_chunks(FMT, 2, seed=1)
     machine.put([*chunks, *others])
-    guard = machine.tier.guard
-    assert guard is not None
+    guard = machine.tier.usable.backend
     gate = threading.Event()
     hanging = FaultyStorage(guard.inner, Fault("open", f"*{chunks[0].key.hex()}*", wait=gate))
     monkeypatch.setattr(guard, "inner", hanging)
@@ -477,8 +477,7 @@ def test_copies_go_on_when_the_thread_of_the_tier_is_kept_and_another_can_be_sta
 ) -> None:
     machine = start(remote)
     first, second = make_chunks(FMT, 1), make_chunks(FMT, 1, seed=1)
-    guard = machine.tier.guard
-    assert guard is not None
+    guard = machine.tier.usable.backend
     go, free = threading.Event(), threading.Event()
     free.set()
     kept: list[int] = []
@@ -525,7 +524,7 @@ def test_a_shelf_that_cannot_be_opened_is_done_without_until_it_can(
         return remote
 
     monkeypatch.setattr(opening_module, "_RETRY_SECONDS", 0.02)
-    monkeypatch.setattr(tiered, "open_backend", opening)
+    monkeypatch.setattr(assembly, "open_backend", opening)
     with closing(DiskTier(tmp_path / "tier", ROOM)) as tier:
         shelf = open_late("s3://key:se@cret@bucket/kv", tier)
         assert shelf.url == "s3://bucket/kv"
@@ -602,8 +601,8 @@ def test_a_tier_is_used_while_its_shelf_hangs_at_opening(
     start(remote).put(chunks[:1])
     with closing(Rig(remote.inner, fmt=FMT)) as elsewhere:
         elsewhere.put(chunks)
-    go = hang(monkeypatch, tiered, "open_backend", lambda url, **_: remote)
-    monkeypatch.setattr(tiered, "TIERED_SECONDS", 0.01)
+    go = hang(monkeypatch, assembly, "open_backend", lambda url, **_: remote)
+    monkeypatch.setattr(assembly, "TIERED_SECONDS", 0.01)
     with (
         closing(DiskTier(tmp_path / "tier", ROOM)) as tier,
         closing(open_late("s3://bucket/kv", tier)) as shelf,
@@ -622,8 +621,8 @@ def test_a_mistake_that_a_shelf_finds_late_is_spoken_of(
     caplog: pytest.LogCaptureFixture,
     error: Exception,
 ) -> None:
-    go = hang(monkeypatch, tiered, "open_backend", mock.Mock(side_effect=error))
-    monkeypatch.setattr(tiered, "TIERED_SECONDS", 0.01)
+    go = hang(monkeypatch, assembly, "open_backend", mock.Mock(side_effect=error))
+    monkeypatch.setattr(assembly, "TIERED_SECONDS", 0.01)
     with (
         closing(DiskTier(tmp_path / "tier", ROOM)) as tier,
         closing(open_late("s3://bucket/kv", tier)),

@@ -54,8 +54,8 @@ class _Tiered(RuleBasedStateMachine):
 
     def open(self) -> None:
         self.tier = DiskTier(self.near, 1 << 30, open_seconds=PATIENCE)
-        assert self.tier.guard is not None
-        self.tier.guard.deadlines = PATIENT
+        assert self.tier.usable is not None
+        self.tier.usable.backend.deadlines = PATIENT
         self.shelf = Shelf(GuardedBackend(self.counting, PATIENT))
         self.tiered = TieredShelf(self.shelf, [self.tier])
 
@@ -154,8 +154,8 @@ class _Tiered(RuleBasedStateMachine):
     @rule(number=any_item)
     def evict(self, number: int) -> None:
         """Another process makes room."""
-        guard = self.tier.guard
-        assert guard is not None
+        assert self.tier.usable is not None
+        guard = self.tier.usable.backend
         delete_one(guard, f"{FMT.namespace.folder}/{object_name(*ITEMS[number], FMT.shards)}")
         self.settle()
 

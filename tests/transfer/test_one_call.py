@@ -15,7 +15,7 @@ import pytest
 from kvshelf.backends import Checked, Reader, Whole
 from kvshelf.backends.posix import PosixBackend
 from kvshelf.backends.wrappers import WrappedBackend
-from kvshelf.format.invalid import PayloadDamaged
+from kvshelf.errors import BadObjectError
 from kvshelf.format.keys import Chunk
 from kvshelf.shelf.view import ObjectRef
 from kvshelf.transfer import loads
@@ -178,7 +178,7 @@ def test_one_object_is_read_without_python_too(noting: Noting) -> None:
         assert buffer == rig.path(chunk, 1).read_bytes()
         assert noting.opened == []
         rig.path(chunk, 1).write_bytes(bytes(buffer[:-1]) + b"x")
-        with pytest.raises(PayloadDamaged):
+        with pytest.raises(BadObjectError, match="payload damaged"):
             view.load(ObjectRef(chunk, 1), buffer)
         with pytest.raises(ValueError, match="writable"):
             view.load(ObjectRef(chunk, 0), buffer.toreadonly())

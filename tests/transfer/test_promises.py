@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvshelf.backends.wrappers import ReadOnlyBackend
-from kvshelf.capacity.keeper import Keeper
+from kvshelf.capacity.evictor import Evictor
 from kvshelf.config import CapacityConfig
 from kvshelf.errors import NoSpaceStorageError, PermanentStorageError, TransientStorageError
 from kvshelf.format.keys import Chunk
@@ -118,11 +118,11 @@ def test_what_is_not_an_attempt_harms_nothing(rig: Rig, promises: Promises) -> N
 
 
 def test_the_keeper_learns_of_hand_overs(rig: Rig) -> None:
-    keeper = Keeper(rig.shelf.backend, CapacityConfig(), rig.counters)
-    promises = Promises(rig.counters, keeper=keeper)
-    assert keeper._leaves_until < 0
+    evictor = Evictor(rig.shelf.backend, CapacityConfig(), rig.counters)
+    promises = Promises(rig.counters, evictor=evictor)
+    assert evictor.schedule.leaves_until < 0
     promises.watch(rig.view, ONE)
-    assert keeper._leaves_until > 0
+    assert evictor.schedule.leaves_until > 0
 
 
 # ------------------------------------------------------------------------------- trouble

@@ -36,7 +36,6 @@ from kvshelf.format.kinds import FULL
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.metrics import Counters
 from kvshelf.shelf.shelf import Shelf
-from kvshelf.tiers import tiered
 from kvshelf.vllm import check_vllm_version, connector
 from kvshelf.vllm.connector import SharedStorageConnector
 from kvshelf.vllm.handover import Handover
@@ -932,7 +931,7 @@ def test_log_lines_about_a_shelf_that_does_not_answer_show_no_secrets(
         return Shelf(posix(tmp_path))
 
     monkeypatch.setattr(assembly, "START_SECONDS", 0.01)
-    monkeypatch.setattr(tiered, "open_shelf", hang)
+    monkeypatch.setattr(assembly, "open_shelf", hang)
     config = Config(shared_storage_path="sftp://user:hun@ter2@host/kv")
     assembly.assemble(config, assembly.Role.ENGINE, Counters()).close()
     gate.set()

@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from kvshelf.backends.guard import GuardedBackend
-from kvshelf.capacity.keeper import Keeper
+from kvshelf.capacity.evictor import Evictor
 from kvshelf.config import CapacityConfig
 from kvshelf.metrics import TIME_BOUNDS, Counters
 from kvshelf.vllm.connector import SharedStorageConnector
@@ -59,7 +59,7 @@ def test_nothing_measured_is_nothing_sent() -> None:
 def test_sizes_of_the_configuration_are_sent() -> None:
     """An engine's process that cannot encode its stats answers nothing any more."""
     counters, capacity = Counters(), CapacityConfig.model_validate({"max_bytes": "24MiB"})
-    Keeper(GuardedBackend(MemoryStorage()), capacity, counters)
+    Evictor(GuardedBackend(MemoryStorage()), capacity, counters)
     found = ShelfStats.of(counters, "scheduler")
     assert found is not None
     assert MsgpackDecoder().decode(MsgpackEncoder().encode(found.data)) == found.data

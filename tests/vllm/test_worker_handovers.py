@@ -15,7 +15,7 @@ import pytest
 pytest.importorskip("vllm")
 
 
-from kvshelf.capacity.keeper import Keeper
+from kvshelf.capacity.evictor import Evictor
 from kvshelf.format.keys import Chunk
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.vllm.metadata import (
@@ -42,12 +42,12 @@ def gave_up(rig: LoneWorker, *attempts: str) -> list[bool]:
 def test_tails_are_looked_for_from_the_first_hand_over_on(
     make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begun: list[Keeper] = []
+    begun: list[Evictor] = []
 
-    def noted(keeper: Keeper) -> None:
-        begun.append(keeper)
+    def noted(evictor: Evictor) -> None:
+        begun.append(evictor)
 
-    monkeypatch.setattr(Keeper, "hands_over", noted)
+    monkeypatch.setattr(Evictor, "hands_over", noted)
     rig = make_worker()
     chunks = rig.chunks(2)
     rig.store(chunks[:1])

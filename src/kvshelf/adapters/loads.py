@@ -114,7 +114,7 @@ class Loads(Transfers):
         """Copy the KV of a leased object; return whether it was the object until the end."""
         view = leased.view
         if isinstance(one.chunk, Chunk):
-            self._fmt.verify_header(view, one.chunk, one.shard)
+            self._fmt.verify(view, one.chunk, one.shard, payload=False)
         if one.work.event is not None:
             one.work.event.synchronize()
         payload = bytes_at(view)[self._header_bytes(one.work) :]

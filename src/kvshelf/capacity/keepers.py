@@ -1,14 +1,14 @@
-"""What the keepers of one shelf say to each other: a marker of each, below ``.kvshelf/keepers``.
+"""What the keepers of one shelf say to each other: a heartbeat of each, below ``.kvshelf/keepers``.
 
-Owns the time by which ages count, and the markers. A marker is a small JSON file that its keeper
-writes anew while it visits. Its time is the storage's clock; the number of recent ones is the
-number of keepers.
+A *keeper* is a process that evicts. Owns the time by which ages count, and the heartbeats: small
+JSON files, each rewritten while its keeper sweeps. Its time is the storage's clock; the number of
+recent ones is the number of keepers.
 
 Contracts
 ---------
-* A marker decides no deletion: forged ones make stores smaller, visits because of ages rarer, and
-  uses recorded more often, or not.
-* What is read is bounded: :data:`MOST` names of a listing, 4 KiB of a marker.
+* A heartbeat decides no deletion: forged ones make stores smaller, sweeps for ages rarer, and uses
+  recorded more often, or not.
+* What is read is bounded: the names of a listing, and the bytes of a heartbeat.
 
 Threads
 -------
@@ -29,6 +29,7 @@ from contextlib import suppress
 from typing import Any, Final
 
 from kvshelf.backends import Backend, ObjectInfo
+from kvshelf.capacity import limits
 from kvshelf.capacity.visit import KEEPERS
 from kvshelf.errors import StorageError
 from kvshelf.logs import RateLimitedLog
@@ -42,15 +43,6 @@ MOST_APART: Final = 3600.0 + 60.0
 #: A time at which nothing is old.
 NEVER_OLD: Final = -math.inf
 _apart_log: Final = RateLimitedLog(logger, seconds=3600.0)
-
-#: Seconds without a visit after which a keeper does not count.
-ALIVE_SECONDS: Final = 600.0
-#: Most markers that are looked at.
-MOST: Final = 1024
-#: Most markers that are read, and most bytes of each.
-_MOST_READ: Final = 64
-_NEWEST: Final = 3
-_BYTES: Final = 4096
 
 
 def time_for_ages(now: float, url: str) -> float:
@@ -80,50 +72,50 @@ def time_for_ages(now: float, url: str) -> float:
     return NEVER_OLD
 
 
-def _markers(backend: Backend) -> list[ObjectInfo]:
-    """Return the markers, the newest first."""
-    found = list(itertools.islice(backend.list(KEEPERS, flat=True), MOST))
+def _heartbeats(backend: Backend) -> list[ObjectInfo]:
+    """Return the heartbeats, the newest first."""
+    found = itertools.islice(backend.list(KEEPERS, flat=True), limits.MOST_HEARTBEATS)
     return sorted(found, key=_at, reverse=True)
 
 
 def _at(info: ObjectInfo) -> float:
-    # On a full disk a marker cannot be written, but touched.
+    # On a full disk a heartbeat cannot be written, but touched.
     return max(info.mtime, info.atime or 0.0)
 
 
 def say(backend: Backend, name: str, said: Mapping[str, Any]) -> tuple[float, int, int]:
-    """Write a keeper's marker; return the storage's time, its place among keepers, their number.
+    """Write a keeper's heartbeat; return the storage's time, its place among keepers, their number.
 
     Where it cannot be written it is touched, or made without a byte, which a full disk may take.
-    Else the newest time of any marker counts.
+    Else the newest time of any heartbeat counts.
 
     Raises
     ------
     StorageError
-        If the markers cannot be listed, or there is none and none can be written.
+        If heartbeats cannot be listed, or there is none and none can be written.
     """
+    own_name = f"{KEEPERS}/{name}"
     problem: StorageError | None = None
     try:
-        backend.write(f"{KEEPERS}/{name}", [json.dumps(said).encode()], "replace")
+        backend.write(own_name, [json.dumps(said).encode()], "replace")
     except StorageError as error:
         problem = error
         with suppress(StorageError):
-            if backend.info(f"{KEEPERS}/{name}") is None:
-                backend.write(f"{KEEPERS}/{name}", [b""])
-            backend.touch(f"{KEEPERS}/{name}")
-    found = _markers(backend)
-    own = next((info for info in found if info.name == f"{KEEPERS}/{name}"), None)
-    if own is None:
-        own = backend.info(f"{KEEPERS}/{name}") or next(iter(found), None)
+            if backend.info(own_name) is None:
+                backend.write(own_name, [b""])
+            backend.touch(own_name)
+    found = _heartbeats(backend)
+    own = next((info for info in found if info.name == own_name), None) or backend.info(own_name)
+    own = own or next(iter(found), None)
     if own is None:
         late = "what was just written is not listed"
         raise problem or StorageError(errno.ENOENT, late, backend.url)
     now = _at(own)
-    alive = sorted(info.name for info in found if abs(_at(info) - now) < ALIVE_SECONDS)
-    return now, bisect(alive, f"{KEEPERS}/{name}") - 1, max(len(alive), 1)
+    alive = sorted(info.name for info in found if abs(_at(info) - now) < limits.ALIVE_SECONDS)
+    return now, bisect(alive, own_name) - 1, max(len(alive), 1)
 
 
-def read(backend: Backend, most: int = _MOST_READ) -> dict[str, dict[str, Any]]:
+def read(backend: Backend, most: int = limits.MOST_READ) -> dict[str, dict[str, Any]]:
     """Return what the keepers that spoke last say, by name; ``at`` is when.
 
     Alive are those that were as recent as the newest, so that no clock is needed.
@@ -133,16 +125,16 @@ def read(backend: Backend, most: int = _MOST_READ) -> dict[str, dict[str, Any]]:
     StorageError
         If the storage failed.
     """
-    found = _markers(backend)
+    found = _heartbeats(backend)
     # One from the future would hide the others; unless all are, and this machine's clock is behind.
     end = time.time() + MOST_APART
     found = [info for info in found if _at(info) < end] or found
     said: dict[str, dict[str, Any]] = {}
     for info in found[:most]:
-        if _at(info) <= _at(found[0]) - ALIVE_SECONDS:
+        if _at(info) <= _at(found[0]) - limits.ALIVE_SECONDS:
             continue
         with suppress(StorageError, ValueError, RecursionError):
-            value = json.loads(read_small(backend, info.name, _BYTES))
+            value = json.loads(read_small(backend, info.name, limits.HEARTBEAT_BYTES))
             if isinstance(value, dict):
                 said[info.name.rpartition("/")[2]] = {**value, "at": _at(info)}
     return said
@@ -157,22 +149,19 @@ def number(said: Mapping[str, Any], name: str) -> float | None:
     return None
 
 
+def smallest(said: Mapping[str, Mapping[str, Any]], *names: str) -> dict[str, float]:
+    """Return the smallest number that any keeper says, by name."""
+    numbers = {name: [number(one, name) for one in said.values()] for name in names}
+    given = {name: [n for n in values if n is not None] for name, values in numbers.items()}
+    return {name: min(values) for name, values in given.items() if values}
+
+
 def evicts_after(backend: Backend) -> float | None:
     """Return the least age in seconds at which a keeper that spoke last deletes chunks, or None."""
-    ages = [
-        age
-        for said in read(backend, _NEWEST).values()
-        for name in ("evicts_after", "max_age")
-        if (age := number(said, name)) is not None
-    ]
-    return min(ages, default=None)
+    ages = smallest(read(backend, limits.NEWEST), "evicts_after", "max_age")
+    return min(ages.values(), default=None)
 
 
 def bounds(said: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
     """Return the bounds of a shelf: the smallest that any of its keepers says, by option."""
-    found: dict[str, float] = {}
-    for name in ("max_bytes", "max_age", "group_max_bytes"):
-        values = [value for one in said.values() if (value := number(one, name)) is not None]
-        if values:
-            found[name] = min(values)
-    return found
+    return smallest(said, "max_bytes", "max_age", "group_max_bytes")

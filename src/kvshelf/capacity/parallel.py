@@ -1,12 +1,9 @@
-"""Work on many objects of a storage: threads, retries and interrupts, and calls that hang.
+"""Work on many objects of a storage: threads, interrupts, and calls that hang.
 
 Contracts
 ---------
 * An error or an interrupt lets what is in progress finish, for at most five seconds; then the
   caller continues without it. Queued work is dropped.
-* An error with one item that may pass is retried after pauses. If it remains although other items
-  succeed, it is the item's. If nothing has succeeded yet, or nothing since the error of another
-  item, it ends the work.
 * A call that hangs costs its object or folder, and a thread (:class:`PatientBackend`).
 
 Threads
@@ -25,34 +22,15 @@ import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import Any, Final, Generic, TypeVar
+from typing import Any, TypeVar
 
 from kvshelf.backends import Backend, ObjectInfo
 from kvshelf.backends.base import DeleteResults, delete_each, delete_one
 from kvshelf.backends.wrappers import WrappedBackend
 from kvshelf.background import try_to_start
-from kvshelf.errors import (
-    BadObjectError,
-    NoSpaceStorageError,
-    ObjectMissingError,
-    ReadOnlyStorageError,
-    StorageError,
-    TransientStorageError,
-)
+from kvshelf.capacity import limits
+from kvshelf.errors import TransientStorageError
 from kvshelf.shelf.pacing import GilPace
-
-#: More threads than this make no storage faster.
-_MOST_THREADS: Final = 16
-#: Seconds between the attempts for one item of a command.
-PAUSES: Final = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
-
-#: Most items that are taken from the source while their results are not yielded.
-_AHEAD: Final = 1024
-#: Seconds that an interrupt waits for the items in progress.
-_INTERRUPT_SECONDS: Final = 5.0
-#: While so many calls of a storage hang, no further one is made; rows of a listing in one call.
-_MOST_HANGING: Final = 32
-_ROWS: Final = 256
 
 _T = TypeVar("_T")
 _R = TypeVar("_R")
@@ -60,7 +38,7 @@ _R = TypeVar("_R")
 
 def threads_for(*backends: Backend) -> int:
     """Return how many threads should work on objects of all these storages; at least one."""
-    return max(1, min(_MOST_THREADS, *(one.properties.concurrency for one in backends)))
+    return max(1, min(limits.MOST_THREADS, *(one.properties.concurrency for one in backends)))
 
 
 def threads_for_calls(backend: Backend) -> int:
@@ -129,7 +107,7 @@ def in_parallel(
                     return
             todo.put([item])
             pending += 1
-            while pending and (pending >= _AHEAD or not done.empty()):
+            while pending and (pending >= limits.AHEAD or not done.empty()):
                 yield result()
                 pending -= 1
         while pending:
@@ -140,143 +118,12 @@ def in_parallel(
             ending.set()
         for _ in range(started):
             todo.put([])
-        deadline = time.monotonic() + _INTERRUPT_SECONDS
+        deadline = time.monotonic() + limits.INTERRUPT_SECONDS
         while started and pending:
             try:
                 started -= done.get(timeout=max(0.0, deadline - time.monotonic())) is None
             except queue.Empty:
                 break
-
-
-class Attempts:
-    """Tries calls of the storage again; used by all threads of one piece of work.
-
-    Parameters
-    ----------
-    pauses : Sequence of float
-        Seconds between the attempts.
-
-    Attributes
-    ----------
-    stop : threading.Event
-        Ends all pauses; nothing is retried afterwards.
-    """
-
-    def __init__(self, pauses: Sequence[float] | None = None) -> None:
-        self.stop = threading.Event()
-        self._pauses = PAUSES if pauses is None else pauses
-        self._successes = 0
-        #: Successes when an item failed last.
-        self._failed_at = 0
-
-    def make(self, call: Callable[[], object]) -> StorageError | None:
-        """Make a call, again after errors that may pass; return the error that remains.
-
-        Returns None also where `stop` is set before the call has succeeded.
-
-        Raises
-        ------
-        ObjectMissingError, BadObjectError, ReadOnlyStorageError, NoSpaceStorageError
-            At once.
-        StorageError
-            If the storage seems to answer no more: no call has succeeded yet, or none since another
-            one failed finally.
-        """
-        pauses = iter(self._pauses)
-        while True:
-            try:
-                call()
-            except (
-                ObjectMissingError,
-                BadObjectError,
-                ReadOnlyStorageError,
-                NoSpaceStorageError,
-            ):
-                raise
-            except StorageError as error:
-                pause = next(pauses, None) if error.retryable else None
-                if pause is not None and not self.stop.wait(pause):
-                    continue
-                if self.stop.is_set():
-                    return None
-                # A lost update only causes more retries.
-                before, self._failed_at = self._failed_at, self._successes
-                if self._successes == before and error.retryable:
-                    raise
-                return error
-            self._successes += 1
-            return None
-
-
-class Work(Generic[_R]):
-    """Work of a command on many objects, counted in a report that its threads share.
-
-    Parameters
-    ----------
-    report : object
-        Has a number for each count, among them ``bad``, ``gone`` and ``failed``.
-    on_progress : Callable
-        Called with the report after each change.
-    on_problem : Callable
-        Called with an object's name and a description of the problem.
-
-    Attributes
-    ----------
-    report : object
-    attempts : Attempts
-    """
-
-    def __init__(
-        self,
-        report: _R,
-        on_progress: Callable[[_R], None],
-        on_problem: Callable[[str, str], None],
-    ) -> None:
-        self.report = report
-        self.attempts = Attempts()
-        self._on_progress = on_progress
-        self._on_problem = on_problem
-        self._lock = threading.Lock()
-
-    def count(self, **more: int) -> None:
-        """Add to counts of the report, by name."""
-        with self._lock:
-            for name, number in more.items():
-                setattr(self.report, name, getattr(self.report, name) + number)
-            self._on_progress(self.report)
-
-    def problem(self, kind: str, name: str, text: str) -> None:
-        """Report what is wrong with something, and count it as one more of a kind."""
-        with self._lock:
-            setattr(self.report, kind, getattr(self.report, kind) + 1)
-            self._on_problem(name, text)
-            self._on_progress(self.report)
-
-    def run_over(self, items: Iterable[Any], work: Callable[[Any], object], threads: int) -> None:
-        """Call `work` for each item, again after errors that may pass; count what goes wrong.
-
-        Objects that are missing count as ``gone``. What else is wrong with one is its problem, by
-        its attribute ``name``: ``bad`` or ``failed``.
-
-        Raises
-        ------
-        StorageError
-            If the storage answers no more, or takes no objects.
-        """
-
-        def attempt(item: Any) -> None:
-            try:
-                error = self.attempts.make(lambda: work(item))
-            except ObjectMissingError:
-                self.count(gone=1)
-            except BadObjectError as bad:
-                self.problem("bad", item.name, f"{type(bad).__name__}: {bad}")
-            else:
-                if error is not None:
-                    self.problem("failed", item.name, str(error))
-
-        for _ in in_parallel(attempt, items, threads, self.attempts.stop):
-            pass
 
 
 class PatientBackend(WrappedBackend):
@@ -310,7 +157,7 @@ class PatientBackend(WrappedBackend):
         if not self._may_hang:
             return call()
         hangs = TransientStorageError(errno.ETIMEDOUT, "the call hangs", f"{self.url}/{name}")
-        if name in self._hanging or len(self._hanging) >= _MOST_HANGING:
+        if name in self._hanging or len(self._hanging) >= limits.MOST_HANGING:
             raise hangs
         future: Future[_R] = Future()
 
@@ -351,7 +198,7 @@ class PatientBackend(WrappedBackend):
 
         def take() -> Sequence[ObjectInfo]:
             some = []
-            for row in itertools.islice(rows, _ROWS):
+            for row in itertools.islice(rows, limits.ROWS):
                 some.append(row)
                 pace.rest()
             return some

@@ -16,8 +16,8 @@ Contracts
   the storage is read-only.
 * A use of an object that was recorded less than :attr:`Uses.resolution` ago is not recorded again
   by this process; of a tail, less than a minute ago at most.
-* :meth:`Uses.note` and :meth:`Uses.note_names` may be called on any thread and never block. The
-  queue is bounded; its oldest entries are dropped.
+* :meth:`Uses.note` may be called on any thread and never blocks. The queue is bounded; its oldest
+  entries are dropped.
 * No thread is started before the first use.
 """
 
@@ -28,45 +28,28 @@ import math
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
-from typing import Final
 from weakref import WeakKeyDictionary
 
 from kvshelf.backends import Touched
 from kvshelf.backends.guard import GuardedBackend
 from kvshelf.background import Background
-from kvshelf.capacity import keepers
+from kvshelf.capacity import keepers, limits
 from kvshelf.capacity.parallel import PatientBackend
 from kvshelf.capacity.visit import KEEPERS
-from kvshelf.config import Config
 from kvshelf.errors import StorageError
 from kvshelf.format.keys import Chunk
 from kvshelf.format.names import parse_path
 from kvshelf.logs import RateLimitedLog
 from kvshelf.metrics import Counters
 from kvshelf.shelf.pacing import GilPace
-from kvshelf.shelf.view import ObjectRef, ShelfView
+from kvshelf.shelf.view import NamespaceView, ObjectRef, ShelfView
 
 logger = logging.getLogger(__name__)
 
-#: Bounds of :func:`resolution`.
-_FINEST: Final = 60.0
-_COARSEST: Final = 3600.0
-#: Parts of the age of eviction after which a use is recorded, and an object copied.
-_PARTS: Final = 8
-_ANEW_PART: Final = 0.5
-#: Seconds from one question of what keepers say to the next.
-_ASK_SECONDS: Final = 60.0
-#: Most chunks and names that wait to be recorded, and most uses that are remembered.
-_MOST_WAITING: Final = 1 << 17
-_MOST_USES: Final = 1 << 17
-#: Seconds after a hit before its uses are recorded: its loads come first.
-_DELAY_SECONDS: Final = 0.5
-#: Seconds that :meth:`Uses.close` waits for the thread by default.
-_CLOSE_SECONDS: Final = 1.0
+_Place = NamespaceView | GuardedBackend
 
 
 def resolution(age: float | None) -> float:
@@ -77,25 +60,8 @@ def resolution(age: float | None) -> float:
     age : float or None
         Seconds after its last use at which a chunk is deleted; None: it is not.
     """
-    return _COARSEST if age is None else max(_FINEST, min(age / _PARTS, _COARSEST))
-
-
-@dataclass(frozen=True, slots=True)
-class _Noted:
-    """What was used at one time.
-
-    Attributes
-    ----------
-    backend : GuardedBackend
-    uses : Iterator
-        What each use is remembered by, and what returns the names of its objects.
-    count : int
-        How many they are.
-    """
-
-    backend: GuardedBackend
-    uses: Iterator[tuple[object, Callable[[], Sequence[str]]]]
-    count: int
+    parts = math.inf if age is None else age / limits.USE_PARTS
+    return max(limits.FINEST, min(parts, limits.COARSEST))
 
 
 class Uses:
@@ -141,7 +107,7 @@ class Uses:
         self._thread = Background("kvshelf-uses", self._step, on_start=on_thread_start)
         self._patient = WeakKeyDictionary[GuardedBackend, PatientBackend]()
         self._lock = threading.Lock()
-        self._queue: deque[_Noted] = deque()
+        self._queue: deque[tuple[_Place, Sequence[Chunk] | Sequence[str]]] = deque()
         #: How many chunks and names wait in the queue, and since when.
         self._waiting = 0
         self._waits_since = 0.0
@@ -153,71 +119,32 @@ class Uses:
         #: When the use of a chunk, or of an object, is recorded again; the oldest first.
         self._due: OrderedDict[object, float] = OrderedDict()
 
-    @classmethod
-    def of(
-        cls,
-        config: Config,
-        counters: Counters,
-        *,
-        on_thread_start: Callable[[], None] | None = None,
-    ) -> Uses:
-        """Return the recorder of uses for a configuration.
-
-        Parameters
-        ----------
-        config : Config
-            With `read_only` nothing is recorded. A client of a node server reports to the server,
-            which knows the age of chunks.
-        counters, on_thread_start
-            As for the class.
-        """
-        return cls(
-            counters,
-            max_age=config.capacity.max_age,
-            every=_FINEST if config.server is not None else None,
-            off=config.read_only,
-            on_thread_start=on_thread_start,
-        )
-
     # ------------------------------------------------------------- any thread
 
-    def note(self, view: ShelfView, chunks: Sequence[Chunk]) -> None:
+    def note(
+        self, place: ShelfView | GuardedBackend, used: Sequence[Chunk] | Sequence[str]
+    ) -> None:
         """Note that chunks were used: what a hit needs of one kind, from the prompt's beginning.
 
         Parameters
         ----------
-        view : ShelfView
-            The objects of the kind. All shards are used.
-        chunks : Sequence of Chunk
-            It must not change.
+        place : ShelfView or GuardedBackend
+            The objects of the kind, of which all shards are used; or the storage of named objects.
+        used : Sequence of Chunk or str
+            Chunks of the view, or names on the storage, of which those of other things are left
+            out. It must not change.
         """
-        found = view.on_storage
-        uses = (((found, chunk.key), partial(_names_of, view, chunk)) for chunk in chunks)
-        self._add(_Noted(found.backend, uses, len(chunks)))
-
-    def note_names(self, backend: GuardedBackend, names: Sequence[str]) -> None:
-        """Note that objects were used, by their names.
-
-        Parameters
-        ----------
-        backend : GuardedBackend
-        names : Sequence of str
-            It must not change. Names of other things are left out.
-        """
-        uses = (((backend, name), lambda name=name: [name]) for name in names)
-        self._add(_Noted(backend, uses, len(names)))
-
-    def _add(self, noted: _Noted) -> None:
-        if self._off or self.closed or not noted.count:
+        if self._off or self.closed or not used:
             return
+        place = place.on_storage if isinstance(place, ShelfView) else place
         with self._lock:
             first = not self._queue
             if first:
                 self._waits_since = time.monotonic()
-            self._queue.append(noted)
-            self._waiting += noted.count
-            while self._waiting > _MOST_WAITING and len(self._queue) > 1:
-                self._waiting -= self._queue.popleft().count
+            self._queue.append((place, used))
+            self._waiting += len(used)
+            while self._waiting > limits.MOST_WAITING and len(self._queue) > 1:
+                self._waiting -= len(self._queue.popleft()[1])
         # Where the system allows no thread now, the next use tries again.
         if first or not self._thread.running:
             self._thread.start()
@@ -240,7 +167,7 @@ class Uses:
         self._thread.wake()
         return done.wait(seconds)
 
-    def close(self, seconds: float = _CLOSE_SECONDS) -> None:
+    def close(self, seconds: float = limits.CLOSE_SECONDS) -> None:
         """Record queued uses, for a limited time, and end the thread. Idempotent."""
         if not self.closed:
             self.flush(seconds)
@@ -251,15 +178,18 @@ class Uses:
 
     def _step(self) -> float | None:
         """Record queued uses; return the seconds until the next step."""
-        early = self._waits_since + _DELAY_SECONDS - time.monotonic() if self._queue else 0.0
+        early = self._waits_since + limits.DELAY_SECONDS - time.monotonic() if self._queue else 0.0
         if early > 0 and not self._hurry.is_set():
             return early
         self._hurry.clear()
         with self._lock:
             flushes, self._flushes = self._flushes, []
         try:
-            while not self.closed and (noted := self._next()) is not None:
-                self._record(noted)
+            while not self.closed and self._queue:
+                with self._lock:
+                    place, used = self._queue.popleft()
+                    self._waiting -= len(used)
+                self._record(place, used)
         except Exception as error:  # noqa: BLE001 - the thread must go on
             self._log.error("uses of chunks were not recorded", exc_info=error)
         finally:
@@ -267,35 +197,29 @@ class Uses:
                 done.set()
         return None
 
-    def _next(self) -> _Noted | None:
-        with self._lock:
-            if not self._queue:
-                return None
-            noted = self._queue.popleft()
-            self._waiting -= noted.count
-            return noted
-
-    def _record(self, noted: _Noted) -> None:
-        backend, properties = noted.backend, noted.backend.inner.properties
+    def _record(self, place: _Place, used: Sequence[Chunk] | Sequence[str]) -> None:
+        backend = place.backend if isinstance(place, NamespaceView) else place
         # On a full storage uses can be recorded.
-        if properties.read_only or not backend.touches:
+        if backend.inner.properties.read_only or not backend.touches:
             return
         patient = self._patient.setdefault(backend, PatientBackend(backend.inner))
         self._ask_keepers(patient)
-        if properties.renews and self._age is None:
+        if backend.inner.properties.renews and self._age is None:
             return
-        before = time.time() - (self._age or 0.0) * _ANEW_PART
+        before = time.time() - (self._age or 0.0) * limits.COPY_PART
         pace = GilPace()
-        for key, find in noted.uses:
+        for item in used:
             pace.rest()
+            key = place, item if isinstance(item, str) else item.key
             if self.closed:
                 return
             if time.monotonic() < self._due.get(key, -math.inf):
                 continue
-            touched, failed, names = 0, False, find()
+            names = _names_of(place, item)
             parsed = parse_path(names[0])
             if parsed is None:
                 continue
+            touched, failed = 0, False
             for name in names:
                 try:
                     touch = partial(backend.touch, name, before)
@@ -308,14 +232,15 @@ class Uses:
             if touched:
                 self._counters.add("touched_objects", touched)
             if not failed:
-                self._remember(key, self.resolution if parsed.tail_tokens is None else _FINEST)
+                is_tail = parsed.tail_tokens is not None
+                self._remember(key, limits.FINEST if is_tail else self.resolution)
 
     def _ask_keepers(self, patient: PatientBackend) -> None:
         """Learn at which age chunks are deleted."""
         now = time.monotonic()
         if not self._asks or now < self._ask_at:
             return
-        self._ask_at = now + _ASK_SECONDS
+        self._ask_at = now + limits.ASK_SECONDS
         with suppress(StorageError):
             asked = patient.make(KEEPERS, partial(keepers.evicts_after, patient.inner))
             ages = (self._max_age, asked)
@@ -326,11 +251,14 @@ class Uses:
         now, due = time.monotonic(), self._due
         due[key] = now + seconds
         due.move_to_end(key)
-        while len(due) > _MOST_USES or (due and next(iter(due.values())) <= now):
+        while len(due) > limits.MOST_USES or (due and next(iter(due.values())) <= now):
             due.popitem(last=False)
 
 
-def _names_of(view: ShelfView, chunk: Chunk) -> list[str]:
-    """Return the names of a chunk's objects."""
-    refs = [ObjectRef(chunk, shard) for shard in range(view.fmt.shards)]
-    return [name for ref in refs for name in view.on_storage.names(ref)]
+def _names_of(place: _Place, item: Chunk | str) -> list[str]:
+    """Return the names of a chunk's objects, or that of an object."""
+    if isinstance(item, str):
+        return [item]
+    assert isinstance(place, NamespaceView)
+    refs = [ObjectRef(item, shard) for shard in range(place.fmt.shards)]
+    return [name for ref in refs for name in place.names(ref)]

@@ -1,28 +1,23 @@
 """What lies in one part of a shelf, and what of it is deleted.
 
-Owns how a part of a shelf is listed (:class:`Lister`), the order of eviction (:func:`score`), the
-rules (:class:`Rules`, :func:`reason_to_delete`) and the deletion (:func:`delete`). Keepers and
-commands use them alike.
+Owns how a part of a shelf is listed (:class:`Lister`), the rules (:class:`Rules`,
+:func:`reason_to_delete`) and the deletion (:func:`delete`). The evictor and commands use them
+alike.
 
 A shelf is listed in *slices* of its 256 fan-out folders (the first two hex digits of a key): what
 lies in some of them is a fair sample of the whole. A namespace or a salt group of at most
-:data:`PAGE` files is listed whole, in the slice that the digest of its name is in.
+:data:`~kvshelf.capacity.limits.PAGE` files is listed whole, in the slice that the digest of its
+name is in.
 
 A *unit* is what is deleted together: the shards of one kind of one chunk, or of one tail. Nothing
 is read but names, sizes and times: what stands in a file decides nothing.
-
-The order of eviction
----------------------
-The oldest first, by the time since the last use. What was never used since it was stored ages twice
-as fast, because most chunks are never used. Of about the same age the end of a prompt goes before
-its beginning: a chunk is of no use without those before it.
 
 Contracts
 ---------
 * Only what kvshelf writes is deleted: files with exactly the names of objects, in folders of
   namespaces, its temporaries, and what is in the reserved folders.
 * A folder that cannot be listed is left out, and named (:attr:`Part.skipped`).
-* Nothing is deleted because something else was not found.
+* A missing file never causes a deletion.
 * A unit of which an object was used or replaced since it was listed stays, where looking at each
   object is cheap. Elsewhere (S3) what is deleted was listed a moment ago.
 
@@ -38,6 +33,7 @@ import hashlib
 import itertools
 import math
 import secrets
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -46,6 +42,8 @@ from functools import partial
 from typing import Final, NamedTuple
 
 from kvshelf.backends import Backend, ObjectInfo
+from kvshelf.capacity import limits
+from kvshelf.capacity.limits import DAY, FANS, HOUR
 from kvshelf.capacity.parallel import in_parallel, threads_for_calls
 from kvshelf.errors import NotRegularError, StorageError
 from kvshelf.format.kinds import Kind
@@ -54,45 +52,10 @@ from kvshelf.shelf.leftovers import RESERVED, TIER, is_temporary
 from kvshelf.shelf.markers import MARKERS, is_attempt
 from kvshelf.shelf.pins import PINS
 
-FANS: Final = 256
-#: Chunks of which a slice has at least so many.
-SLICE: Final = 2048
-#: Files of a namespace or a salt group that is listed whole.
-PAGE: Final = 1000
-HOUR: Final = 3600.0
-DAY: Final = 86400.0
-#: The folder of the markers of keepers, see :mod:`kvshelf.capacity.keepers`.
+#: The folder of the heartbeats of keepers, see :mod:`kvshelf.capacity.keepers`.
 KEEPERS: Final = f"{RESERVED}/keepers"
-
-#: No object of a model is larger; a file that says so is none.
-_MOST_BYTES: Final = 64 << 30
-#: Factor by which a unit that was never used since it was stored ages faster.
-_NEVER_USED_AGES: Final = 2.0
-#: An access time so much later than the modification time is a use.
-_USE_SECONDS: Final = 2.0
-#: Part of an age, and least seconds, within which ages count as equal.
-_SAME_PART: Final = 1 / 32
-_LEAST_SAME: Final = 1.0
-#: The place in a prompt at which half of what a place counts for is reached.
-_HALF_DEPTH: Final = 64
-#: What the place counts for among equal ages, against the rest of the age.
-_DEPTH_PART: Final = 0.95
-#: A visit deletes at most so many times what it has to on average.
-_MOST_PART: Final = 2.0
-#: What the key adds to the place of a chunk at most.
-_TIE_PART: Final = 1e-3
-#: Width of a slice from which on it is cheaper to ask first which folders there are.
-_WIDE: Final = 16
-#: Deletions that fail, without one that does not, after which no more are tried.
-_MOST_REFUSED: Final = 64
-_MOST_STUCK: Final = 4096
-#: Most units that are deleted together where each is looked at.
-_AT_ONCE: Final = 32
-#: Most units of a fan-out folder that are looked at; where there are more it is a sample of them.
-_MOST_UNITS: Final = 4 * SLICE
+#: Shares of a fan-out folder that a sample may have.
 _SAMPLES: Final = (1, 8, 64, 512, 4096)
-#: Most files that are looked at beside the objects of a namespace, and of a shelf.
-_MOST_BESIDE: Final = 16384
 #: What lies in the folder of a namespace beside its description: temporaries, the reserved folder.
 _HIDDEN: Final = (".0", ".~")
 
@@ -109,6 +72,12 @@ class Reason(Enum):
     GROUP = "group"
     SIZE = "size"
     CHOSEN = "chosen"
+
+
+#: Reasons for which units are deleted; the others are of stale files.
+REASONS_OF_UNITS: Final = frozenset(
+    (Reason.TAIL, Reason.AGE, Reason.GROUP, Reason.SIZE, Reason.CHOSEN)
+)
 
 
 @dataclass(slots=True)
@@ -169,7 +138,7 @@ class Unit:
 
         The key breaks ties. The beginning of the key says in which slice the unit is.
         """
-        return self.index + _TIE_PART * int.from_bytes(self.key[4:8], "big") / 2**32
+        return self.index + limits.TIE_PART * int.from_bytes(self.key[4:8], "big") / 2**32
 
 
 class Leftover(NamedTuple):
@@ -228,49 +197,6 @@ class Rules:
 Cuts = Mapping[str, float]
 
 
-@dataclass(slots=True)
-class Group:
-    """What is known of a salt group, or of the whole shelf.
-
-    Attributes
-    ----------
-    files, nbytes : float or None
-        As estimated; None: it was not listed yet.
-    cut : float or None
-        The score from which on its units are deleted, smoothed over visits; None: none were.
-    """
-
-    files: float | None = None
-    nbytes: float | None = None
-    cut: float | None = None
-
-    def move_cut(
-        self, units: list[tuple[float, int]], low: float, high: float, weight: float
-    ) -> float:
-        """Return the score from which on units of a visit are deleted.
-
-        Parameters
-        ----------
-        units : list of (float, int)
-            Scores and bytes of the units that may be deleted, the largest score first.
-        low, high : float
-            Bytes to delete of them: on average over slices, and in any case.
-        weight : float
-            Of this visit against those before.
-        """
-        if low <= 0:
-            return math.inf
-        found = score_to_free(units, low)
-        if found < math.inf:
-            # A visit of the whole shelf sets exactly what it found: an ulp more deletes nothing.
-            learned = found if self.cut is None else self.cut
-            self.cut = learned * (1 - weight) + found * weight
-        cut = math.inf if self.cut is None else self.cut
-        # Where most units have about the same age, all of them may be older than what was learned.
-        most = score_to_free(units, _MOST_PART * low)
-        return max(min(cut, score_to_free(units, high)), most)
-
-
 # ------------------------------------------------------------------------- pure functions
 
 
@@ -290,54 +216,6 @@ def last_use(info: ObjectInfo, now: float, *, shared: bool) -> float:
     if ctime is not None and best < ctime < end and (shared or ctime > now - DAY or not best):
         best = ctime
     return best or now
-
-
-def aged(unit: Unit, now: float) -> float:
-    """Return by how much a unit has aged since its last use, in seconds."""
-    return max(now - unit.used, 0.0) * (1.0 if unit.hit else _NEVER_USED_AGES)
-
-
-def score(age: float, place: float, same: float) -> float:
-    """Return the score of a unit, in seconds; a larger one is evicted first.
-
-    Parameters
-    ----------
-    age : float
-        By how much it has :func:`aged`.
-    place : float
-        See :attr:`Unit.place`.
-    same : float
-        Seconds within which ages count as equal, and the place in the prompt decides. Of equal
-        places the older goes first, so that few units have the same score.
-    """
-    equal, rest = divmod(age, same)
-    return same * (equal + _DEPTH_PART * place / (place + _HALF_DEPTH)) + (1 - _DEPTH_PART) * rest
-
-
-def same_age(age: float, most: float) -> float:
-    """Return the seconds within which ages count as equal where units have about `age` seconds.
-
-    At most `most` seconds, and at least one: the uses of a hit are recorded one after the other.
-    """
-    return max(_LEAST_SAME, min(most, age * _SAME_PART))
-
-
-def score_to_free(scored: Iterable[tuple[float, int]], free: float) -> float:
-    """Return the score from which on units have at least `free` bytes; infinite if that is 0.
-
-    Parameters
-    ----------
-    scored : Iterable of (float, int)
-        Scores and bytes, the largest score first.
-    free : float
-        Where units have fewer bytes, all of them are included.
-    """
-    at = float("inf")
-    for scored_at, nbytes in scored if free > 0 else ():
-        at, free = scored_at, free - nbytes
-        if free <= 0:
-            break
-    return at
 
 
 def reason_to_delete(
@@ -371,9 +249,9 @@ def reason_to_delete(
         return None
     if rules.max_age is not None and unit.used < old_at - rules.max_age:
         return Reason.AGE
-    if scored >= cuts.get(unit.where, float("inf")):
+    if scored >= cuts.get(unit.where, math.inf):
         return Reason.GROUP
-    return Reason.SIZE if scored >= cuts.get("", float("inf")) else None
+    return Reason.SIZE if scored >= cuts.get("", math.inf) else None
 
 
 def is_old(leftover: Leftover, rules: Rules, old_at: float) -> bool:
@@ -413,8 +291,6 @@ class Part:
     files : int
     chunks : int
         As far as they were counted.
-    share : float
-        The part of a fan-out folder that was listed.
     """
 
     units: list[Unit] = field(default_factory=list)
@@ -425,7 +301,6 @@ class Part:
     skipped: dict[str, StorageError] = field(default_factory=dict)
     files: int = 0
     chunks: int = 0
-    share: float = 1.0
 
     def join(self, other: Part) -> None:
         """Add what lies in another part."""
@@ -434,12 +309,16 @@ class Part:
         self.files += other.files
         for space, groups in other.groups.items():
             self.groups.setdefault(space, set()).update(groups)
-        for where, (seen, files) in other.seen.items():
-            before = self.seen.get(where, (0.0, 0))
-            self.seen[where] = before[0] + seen, before[1] + files
+        for where, (share, files) in other.seen.items():
+            self.note_seen(where, share, files)
         self.skipped |= other.skipped
         for sort, total in other.others.items():
             self.others.setdefault(sort, Total()).add(total.nbytes, total.count)
+
+    def note_seen(self, where: str, share: float, files: int = 0) -> None:
+        """Note that so much more of a group was listed, and the files in it."""
+        shares, counts = self.seen.get(where, (0.0, 0))
+        self.seen[where] = shares + share, counts + files
 
     def add_rows(
         self, rows: Iterable[ObjectInfo], now: float, *, shared: bool, most: float = math.inf
@@ -452,7 +331,7 @@ class Part:
             self.files += 1
             space, _, inner = info.name.partition("/")
             parsed = parse_object_name(inner)
-            if parsed is None or info.size > _MOST_BYTES:
+            if parsed is None or info.size > limits.MOST_BYTES:
                 self._add_other(space, inner, info)
                 continue
             # No name decides about the objects of another one.
@@ -467,7 +346,7 @@ class Part:
             unit.used = max(unit.used, used)
             # Where there are no access times, all units age alike.
             read = info.atime
-            is_use = used > info.mtime + _USE_SECONDS and (shared or read == used)
+            is_use = used > info.mtime + limits.USE_SECONDS and (shared or read == used)
             unit.hit |= read is None or is_use
             unit.nbytes += info.held
             unit.names.append(info.name)
@@ -510,8 +389,9 @@ class Lister:
 
     Attributes
     ----------
-    groups : dict of str and dict of str and Group
-        By namespace. What the last listing did not name is not there.
+    groups : dict of str and dict of str and float
+        By namespace, the estimated files of each group; infinite until it was listed. What the last
+        listing did not name is not there.
     """
 
     def __init__(
@@ -526,7 +406,9 @@ class Lister:
         self._samples = samples
         self._stop = stop
         self._pace = pace
-        self.groups: dict[str, dict[str, Group]] = {}
+        #: Each folder can fail, and a request deletes one file.
+        self._has_folders = backend.properties.deletes_at_once == 1
+        self.groups: dict[str, dict[str, float]] = {}
 
     def visit(self, first: int, width: int, chunks: int, now: float) -> tuple[Part, int]:
         """Return what lies in the next slice of the shelf, and how many fan-out folders it has.
@@ -536,7 +418,7 @@ class Lister:
         first : int
             Number of its first folder; it goes on from 255 to 0.
         width : int
-            Folders that are listed at once; as many again, until there are enough chunks.
+            Folders that are listed together; as many again, until there are enough chunks.
         chunks : int
             How many are enough; all folders may have fewer.
         now : float
@@ -560,23 +442,32 @@ class Lister:
             width = listed
         for space, names in part.groups.items():
             groups = self.groups.get(space, {})
-            self.groups[space] = {name: groups.get(name, Group()) for name in names}
-        for where, (seen, files) in part.seen.items():
-            self.group(where).files = files / seen
+            self.groups[space] = {name: groups.get(name, math.inf) for name in names}
+        for where, (share, files) in part.seen.items():
+            space, _, name = where.partition("/")
+            self.groups[space][name] = files / share
+        # What came before a listing failed is no share of the group that is known.
+        part.units = [unit for unit in part.units if unit.where in part.seen]
         return part, listed
 
     def _slice(self, spaces: list[str], first: int, last: int, now: float, part: Part) -> None:
         """Add what lies in some fan-out folders of all namespaces."""
         due = [name for name in spaces if first <= fan_of(name) <= last or not self._is_small(name)]
         threads = threads_for_calls(self._backend) if len(due) > 1 else 0
-        work = in_parallel(lambda name: self._space(name, first, last, now), due, threads)
-        with closing(work) as found:
-            for _, one in found:
-                part.join(one)
+
+        def list_space(space: str) -> Part:
+            joined = Part()
+            for piece in self._space(space, first, last, now):
+                joined.join(piece)
+            return joined
+
+        with closing(in_parallel(list_space, due, threads)) as results:
+            for _, found in results:
+                part.join(found)
                 if self._stop():
                     return
         if first == 0:
-            self._add_beside("", now, part)
+            part.join(self._beside("", now))
 
     def whole(
         self, folders: Collection[str] | None, now: float, group: str | None = None
@@ -597,149 +488,114 @@ class Lister:
             If the shelf itself cannot be listed.
         """
         if folders is None:
-            part = Part()
-            self._add_beside("", now, part)
-            yield part
+            yield self._beside("", now)
             folders = [name for name in self._backend.folders() if parse_namespace_folder(name)]
         for space in folders:
-            part = Part()
-            groups = self._groups(space, now, part, beside=True)
-            yield part
-            for one in groups:
-                if group is None or group == one:
-                    yield from self._fans(f"{space}/{one}", 0, FANS - 1, now)
+            yield from self._space(space, 0, FANS - 1, now, group)
 
-    def _space(self, space: str, first: int, last: int, now: float) -> Part:
-        """Return what lies in some fan-out folders of a namespace; called on any thread."""
-        part = Part()
-        small, mine = self._is_small(space), first <= fan_of(space) <= last
-        for group in self._groups(space, now, part, beside=mine):
-            where = f"{space}/{group}"
-            small_group = self._is_small(space, group)
-            whole = small or (small_group and first <= fan_of(where) <= last)
-            if not whole and small_group:
-                continue
-            files, bad = 0, 0.0
-            fans = (0, FANS - 1) if whole else (first, last)
-            for one in self._fans(where, *fans, now):
-                part.join(one)
-                files += one.files
-                bad += FANS if where in one.skipped else len(one.skipped) + 1 - one.share
-            good = fans[1] - fans[0] + 1 - bad
-            if good > 0:
-                part.seen[where] = good / FANS, files
-            else:
-                # What came before a listing failed is no share of the group that is known.
-                part.units = [unit for unit in part.units if unit.where != where]
-        return part
-
-    def _groups(self, space: str, now: float, part: Part, *, beside: bool) -> Sequence[str]:
-        """Return the folders of a namespace's groups; add what lies `beside` them."""
+    def _space(
+        self, space: str, first: int, last: int, now: float, only: str | None = None
+    ) -> Iterator[Part]:
+        """Yield what lies in some fan-out folders of a namespace; called on any thread."""
         self._pace()
-        if beside:
-            self._add_beside(space, now, part)
+        is_small, is_mine = self._is_small(space), first <= fan_of(space) <= last
+        part = self._beside(space, now) if is_mine or last - first == FANS - 1 else Part()
+        groups: Sequence[str] = ()
         try:
             groups = self._backend.folders(space)
             part.groups[space] = set(groups)
-            if beside and not groups:
-                self._note_unused(space, part)
         except StorageError as error:
             part.skipped[space] = error
-            return ()
-        return groups
-
-    def group(self, where: str) -> Group:
-        """Return what is known of a group that was listed, by its folder."""
-        space, _, name = where.partition("/")
-        return self.groups[space][name]
+        else:
+            if is_mine and not groups:
+                self._note_empty(part, space, DESCRIPTION)
+        yield part
+        for group in groups:
+            where = f"{space}/{group}"
+            is_small_group = self._is_small(space, group)
+            listed_whole = is_small or (is_small_group and first <= fan_of(where) <= last)
+            if only in (None, group) and (listed_whole or not is_small_group):
+                fans = (0, FANS - 1) if listed_whole else (first, last)
+                yield from self._fans(where, *fans, now)
 
     def _is_small(self, space: str, group: str | None = None) -> bool:
         """Whether a namespace, or one of its groups, is known to have few files."""
-        groups = self.groups.get(space)
-        if groups is None:
-            return False
-        if group is not None:
-            return (groups.get(group, Group()).files or math.inf) <= PAGE
-        return sum(known.files or 0.0 for known in groups.values()) <= PAGE
+        groups = self.groups.get(space, {"": math.inf})
+        files = sum(groups.values()) if group is None else groups.get(group, math.inf)
+        return files <= limits.PAGE
 
-    def _add_beside(self, space: str, now: float, part: Part) -> None:
-        """Add what lies beside the objects of a namespace; for "" beside all namespaces."""
-        backend, reserved = self._backend, f"{space}/{RESERVED}".lstrip("/")
+    def _beside(self, space: str, now: float) -> Part:
+        """Return what lies beside the objects of a namespace; for "" beside all namespaces."""
+        part, reserved = Part(), f"{space}/{RESERVED}".lstrip("/")
         places = [space or RESERVED]
-        # Where there are folders each can fail, and what lies deeper is nobody's.
-        flat = backend.properties.deletes_at_once == 1
-        if flat:
+        if self._has_folders:
+            # What lies deeper is nobody's.
             places += [reserved] if space else []
             with contextlib.suppress(StorageError):
-                places += (f"{reserved}/{name}" for name in backend.folders(reserved))
+                places += (f"{reserved}/{name}" for name in self._backend.folders(reserved))
         for place in places:
             start, end = _HIDDEN if place == space else (None, None)
             try:
-                rows = backend.list(place, hidden=True, start=start, end=end, flat=flat)
-                part.add_rows(itertools.islice(rows, _MOST_BESIDE), now, shared=False)
+                rows = self._backend.list(
+                    place, hidden=True, start=start, end=end, flat=self._has_folders
+                )
+                part.add_rows(itertools.islice(rows, limits.MOST_BESIDE), now, shared=False)
             except StorageError as error:
                 part.skipped[place] = error
+        return part
 
-    def _note_unused(self, space: str, part: Part) -> None:
-        """Note a namespace in which there is nothing but its description."""
-        found = [self._backend.info(name) for name in (space, f"{space}/{DESCRIPTION}")]
-        if any(found):
-            changed = max(info.mtime for info in found if info is not None)
-            part.leftovers.append(Leftover(space, Reason.EMPTY, 0, changed))
-
-    def _note_empty(self, folder: str, part: Part) -> None:
-        """Note a folder in which there is nothing, where the storage has folders."""
+    def _note_empty(self, part: Part, folder: str, *inside: str) -> None:
+        """Note a folder in which there is nothing but some files, where the storage has folders."""
+        names = (folder, *(f"{folder}/{name}" for name in inside))
         with contextlib.suppress(StorageError):
-            info = self._backend.info(folder)
-            if info is not None:
-                part.leftovers.append(Leftover(folder, Reason.EMPTY, 0, info.mtime))
+            infos = [info for name in names if (info := self._backend.info(name)) is not None]
+            if infos:
+                changed = max(info.mtime for info in infos)
+                part.leftovers.append(Leftover(folder, Reason.EMPTY, 0, changed))
 
     def _fans(self, where: str, first: int, last: int, now: float) -> Iterator[Part]:
         """Yield a part for each fan-out folder of a group that is there."""
-        backend = self._backend
-        if backend.properties.deletes_at_once > 1 and first < last:
-            shared = backend.properties.shared
-            rows = backend.list(where, hidden=True, start=f"{first:02x}", end=f"{last:02x}")
-            part = Part()
-            try:
+        backend, whole, part = self._backend, (last - first + 1) / FANS, Part()
+        names = [f"{fan:02x}" for fan in range(first, last + 1)]
+        try:
+            if not self._has_folders and first < last:
+                rows = backend.list(where, hidden=True, start=names[0], end=names[-1])
+                part.note_seen(where, whole)
                 for _, some in itertools.groupby(rows, lambda row: row.name.rpartition("/")[0]):
-                    part.add_rows(some, now, shared=shared)
-                    yield part
-                    part = Part()
+                    piece = Part()
+                    piece.add_rows(some, now, shared=backend.properties.shared)
+                    part.note_seen(where, 0.0, piece.files)
+                    yield piece
                     if self._stop():
                         return
-            except StorageError as error:
-                yield Part(skipped={where: error})
-            return
-        fans: Iterable[str] = (f"{fan:02x}" for fan in range(first, last + 1))
-        if last - first >= _WIDE:
-            try:
+                names = []
+            elif last - first >= limits.WIDE:
                 there = backend.folders(where)
-            except StorageError as error:
-                yield Part(skipped={where: error})
-                return
-            if not there:
-                part = Part()
-                self._note_empty(where, part)
-                yield part
-            fans = sorted(set(fans) & set(there))
-        for fan in fans:
+                if not there:
+                    self._note_empty(part, where)
+                names = sorted(set(names) & set(there))
+                part.note_seen(where, whole - len(names) / FANS)
+        except StorageError as error:
+            yield Part(skipped={where: error})
+            return
+        yield part
+        for fan in names:
             self._pace()
             folder = f"{where}/{fan}"
             try:
                 part = self._folder(where, fan, now)
+                if not part.files:
+                    self._note_empty(part, folder)
             except StorageError as error:
                 part = Part(skipped={folder: error})
-            else:
-                if not part.files:
-                    self._note_empty(folder, part)
             yield part
             if self._stop():
                 return
 
     def _folder(self, where: str, fan: str, now: float) -> Part:
         """Return what lies in a fan-out folder, or in a fair sample of it if that is too much."""
-        shared, parts = self._backend.properties.shared, list[Part]()
+        most = limits.MOST_UNITS if self._samples else math.inf
+        parts = list[Part]()
         for count in _SAMPLES if self._samples else (1,):
             number, start, end = secrets.randbelow(count), None, None
             if count > 1:
@@ -749,31 +605,20 @@ class Lister:
             rows = self._backend.list(
                 f"{where}/{fan}", hidden=True, start=start, end=end, flat=True
             )
-            part = Part(share=1 / count)
-            most = _MOST_UNITS if self._samples else math.inf
-            part.add_rows(self._paced(rows), now, shared=shared, most=most)
+            part = Part()
+            paced = (row for row in rows if self._pace() is None)
+            part.add_rows(paced, now, shared=self._backend.properties.shared, most=most)
+            part.note_seen(where, 1 / count / FANS, part.files)
+            parts.append(part)
             # A fair sample has a share of what was too much. Keys that are no hashes have none.
-            least = 0 if count == 1 else _MOST_UNITS // 32
+            least = 0 if count == 1 else limits.MOST_UNITS // 32
             if least <= len(part.units) <= most:
                 return part
-            parts.append(part)
         # Deleting some makes progress.
         return parts[0]
 
-    def _paced(self, rows: Iterable[ObjectInfo]) -> Iterator[ObjectInfo]:
-        for row in rows:
-            self._pace()
-            yield row
-
 
 # ------------------------------------------------------------------------- deletion
-
-
-@dataclass(slots=True)
-class Lost(Total):
-    """Objects of a salt group that were deleted, and the last use of the one idle longest."""
-
-    oldest: float = float("inf")
 
 
 @dataclass(slots=True)
@@ -782,26 +627,24 @@ class Outcome:
 
     Attributes
     ----------
-    deleted : dict of Reason and Total
-        Files that were deleted.
-    lost : dict of (str, Reason) and Lost
-        Objects that were deleted, by folder of the salt group (``namespace/group``), and reason.
-    kept : Total
+    deleted, nbytes : Counter of Reason
+        Files that were deleted, and their bytes.
+    kept : int
         Files that stay, because they were used, replaced or changed meanwhile.
-    gone : Total
+    gone : int
         Files that another process had deleted.
     failed : int
         Files that could not be deleted.
     error : StorageError or None
         Why the first of them could not.
     stuck : set of str
-        Names of such files, at most :data:`_MOST_STUCK`.
+        Names of such files, at most :data:`~kvshelf.capacity.limits.MOST_STUCK`.
     """
 
-    deleted: dict[Reason, Total] = field(default_factory=dict)
-    lost: dict[tuple[str, Reason], Lost] = field(default_factory=dict)
-    kept: Total = field(default_factory=Total)
-    gone: Total = field(default_factory=Total)
+    deleted: Counter[Reason] = field(default_factory=Counter)
+    nbytes: Counter[Reason] = field(default_factory=Counter)
+    kept: int = 0
+    gone: int = 0
     failed: int = 0
     error: StorageError | None = None
     stuck: set[str] = field(default_factory=set)
@@ -809,22 +652,29 @@ class Outcome:
     @property
     def is_refused(self) -> bool:
         """Whether many files could not be deleted, and none was: no more are tried."""
-        return self.failed >= _MOST_REFUSED and not self.count
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that were deleted."""
-        return sum(total.nbytes for total in self.deleted.values())
-
-    @property
-    def count(self) -> int:
-        """Number of files that were deleted."""
-        return sum(total.count for total in self.deleted.values())
+        return self.failed >= limits.MOST_REFUSED and not self.deleted
 
     @property
     def done(self) -> int:
         """Number of files that are finished."""
-        return self.count + self.kept.count + self.gone.count + self.failed
+        return self.deleted.total() + self.kept + self.gone + self.failed
+
+    def fail(self, name: str, error: StorageError) -> None:
+        """Note that a file could not be deleted."""
+        self.failed += 1
+        self.error = self.error or error
+        self.stuck.add(name)
+
+    def join(self, other: Outcome) -> None:
+        """Add what became of other files."""
+        self.deleted.update(other.deleted)
+        self.nbytes.update(other.nbytes)
+        self.kept += other.kept
+        self.gone += other.gone
+        self.failed += other.failed
+        self.error = self.error or other.error
+        if len(self.stuck) < limits.MOST_STUCK:
+            self.stuck |= other.stuck
 
 
 #: What is to be deleted, and why.
@@ -841,7 +691,7 @@ def delete(
     on_progress: Callable[[Outcome], None] = lambda outcome: None,
     outcome: Outcome | None = None,
 ) -> Outcome:
-    """Delete units and leftovers. A deletion that fails is that of its file alone.
+    """Delete units and leftovers. A deletion that fails is that of its file alone: none is retried.
 
     A process that is killed meanwhile leaves some objects of a unit at most, which costs a miss.
 
@@ -868,111 +718,70 @@ def delete(
     """
     outcome = Outcome() if outcome is None else outcome
     work = partial(_delete_group, backend, now, pace)
-    threads = threads_for_calls(backend)
-    groups = _groups(picked, backend.properties.deletes_at_once)
-    with closing(in_parallel(work, groups, threads)) as results:
-        for group, files in results:
-            for (what, reason), (deleted, kept, gone, problems) in zip(group, files, strict=True):
-                if deleted.count:
-                    total = outcome.deleted.setdefault(reason, Total())
-                    total.add(deleted.nbytes, deleted.count)
-                    if isinstance(what, Unit):
-                        lost = outcome.lost.setdefault((what.where, reason), Lost())
-                        lost.add(deleted.nbytes, deleted.count)
-                        lost.oldest = min(lost.oldest, what.used)
-                outcome.kept.add(kept.nbytes, kept.count)
-                outcome.gone.add(gone.nbytes, gone.count)
-                outcome.failed += len(problems)
-                outcome.error = outcome.error or next(iter(problems.values()), None)
-                if len(outcome.stuck) < _MOST_STUCK:
-                    outcome.stuck |= problems.keys()
+    most, iterator = max(backend.properties.deletes_at_once, limits.AT_ONCE), iter(picked)
+    groups = iter(lambda: list(itertools.islice(iterator, most)), [])
+    with closing(in_parallel(work, groups, threads_for_calls(backend))) as results:
+        for _, of_group in results:
+            outcome.join(of_group)
             on_progress(outcome)
             if outcome.is_refused or stop():
-                return outcome
+                break
     return outcome
-
-
-def _groups(picked: Iterable[Picked], at_once: int) -> Iterator[list[Picked]]:
-    """Yield what is deleted together: as many files as one request deletes, or a few units."""
-    most = max(at_once, _AT_ONCE)
-    group: list[Picked] = []
-    files = 0
-    for one in picked:
-        count = len(one[0].names) if isinstance(one[0], Unit) else 1
-        if group and files + count > most:
-            yield group
-            group, files = [], 0
-        group.append(one)
-        files += count
-    if group:
-        yield group
-
-
-class _Done(NamedTuple):
-    """What became of the files of a unit, or of a leftover."""
-
-    deleted: Total
-    kept: Total
-    gone: Total
-    problems: dict[str, StorageError]
 
 
 def _delete_group(
     backend: Backend, now: float, pace: Callable[[], None], group: Sequence[Picked]
-) -> list[_Done]:
-    """Look at some files, and delete them; return what became of each. Called on any thread."""
-    done = [_Done(Total(), Total(), Total(), {}) for _ in group]
-    files = [
-        (number, name, nbytes)
-        for number, (what, reason) in enumerate(group)
-        for name, nbytes in _look(backend, now, pace, what, reason, done[number])
-    ]
-    answers = backend.delete([name for _, name, _ in files]) if files else []
-    for (number, name, nbytes), answer in zip(files, answers, strict=True):
-        if not isinstance(answer, StorageError):
-            (done[number].deleted if answer else done[number].gone).add(nbytes)
-        elif isinstance(answer, NotRegularError):
-            # It was replaced, or is a folder in which there is something again.
-            done[number].kept.add(nbytes)
+) -> Outcome:
+    """Look at some files, and delete them. Called on any thread."""
+    outcome = Outcome()
+    # Where one request deletes many, a look at each would take a hundred times as long.
+    looks = backend.properties.deletes_at_once == 1
+    files: list[tuple[str, int, Reason]] = []
+    for what, reason in group:
+        if isinstance(what, Unit) and looks and reason is not Reason.CHOSEN:
+            pairs = _look(backend, now, pace, what, outcome)
+        elif isinstance(what, Unit):
+            pairs = [(name, what.nbytes // len(what.names)) for name in what.names]
+        elif reason is Reason.EMPTY and "/" not in what.name:
+            # A namespace without objects: an engine that uses it describes it anew.
+            inner = (DESCRIPTION, MARKERS, RESERVED) if looks else (DESCRIPTION,)
+            pairs = [(f"{what.name}/{name}", 0) for name in inner]
+            pairs += [(what.name, 0)] if looks else []
         else:
-            done[number].problems[name] = answer
-    return done
+            pairs = [(what.name, what.nbytes)]
+        files += ((name, nbytes, reason) for name, nbytes in pairs)
+    answers = backend.delete([name for name, _, _ in files]) if files else []
+    for (name, nbytes, reason), answer in zip(files, answers, strict=True):
+        if isinstance(answer, NotRegularError):
+            # It was replaced, or is a folder in which there is something again.
+            outcome.kept += 1
+        elif isinstance(answer, StorageError):
+            outcome.fail(name, answer)
+        elif answer:
+            outcome.deleted[reason] += 1
+            outcome.nbytes[reason] += nbytes
+        else:
+            outcome.gone += 1
+    return outcome
 
 
 def _look(
-    backend: Backend,
-    now: float,
-    pace: Callable[[], None],
-    what: Unit | Leftover,
-    reason: Reason,
-    done: _Done,
-) -> Iterable[tuple[str, int]]:
-    """Return names and bytes of the files to delete of a unit or a leftover."""
-    # Where one request deletes many, a look at each would take a hundred times as long.
-    looks = backend.properties.deletes_at_once == 1
-    if isinstance(what, Leftover):
-        if reason is not Reason.EMPTY or "/" in what.name:
-            return [(what.name, what.nbytes)]
-        # A namespace without objects: an engine that uses it describes it anew.
-        inner = (DESCRIPTION, MARKERS, RESERVED) if looks else (DESCRIPTION,)
-        names = [f"{what.name}/{name}" for name in inner]
-        return [(name, 0) for name in ([*names, what.name] if looks else names)]
-    each = what.nbytes // len(what.names)
-    if not looks or reason is Reason.CHOSEN:
-        return [(name, each) for name in what.names]
-    found: list[tuple[str, int]] = []
-    for name in what.names:
+    backend: Backend, now: float, pace: Callable[[], None], unit: Unit, outcome: Outcome
+) -> list[tuple[str, int]]:
+    """Return names and bytes of a unit's files; none if one was used or replaced meanwhile."""
+    files: list[tuple[str, int]] = []
+    for name in unit.names:
         pace()
         try:
             info = backend.info(name)
         except StorageError as error:
-            done.problems[name] = error
+            outcome.fail(name, error)
             return []
         if info is None:
-            done.gone.add(each)
-        elif last_use(info, now, shared=backend.properties.shared) > what.used:
-            done.kept.add(each, len(what.names))
+            outcome.gone += 1
+        elif last_use(info, now, shared=backend.properties.shared) > unit.used:
+            outcome.kept += len(unit.names)
             return []
         else:
-            found.append((name, info.held))
-    return found
+            files.append((name, info.held))
+    return files

@@ -7,11 +7,10 @@ Owns the table and the JSON. :mod:`kvshelf.tools.plans` makes plans, and
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any, Final
 
-from kvshelf.capacity.visit import Outcome, Reason, Total
+from kvshelf.capacity.visit import REASONS_OF_UNITS, Outcome, Reason, Total
 from kvshelf.capacity.visit import delete as delete_picked
 from kvshelf.cli.codes import write_out
 from kvshelf.cli.common import columns, message, summary, tell_skipped, time_text, told
@@ -58,7 +57,16 @@ def delete(shelf: Shelf, plan: Plan, *, yes: bool, as_json: bool) -> None:
 
     def work() -> None:
         if yes and plan.files:
-            _carry_out(shelf, plan, lambda: display.show(outcome.done, plan.files), outcome)
+            delete_picked(
+                shelf.backend,
+                pick(shelf, plan),
+                now=plan.now,
+                on_progress=lambda outcome: display.show(outcome.done, plan.files),
+                outcome=outcome,
+            )
+            if outcome.error is not None:
+                first = told(outcome.error)
+                message(f"{outcome.failed} files could not be deleted, the first of them: {first}")
 
     display.run(
         work,
@@ -66,19 +74,6 @@ def delete(shelf: Shelf, plan: Plan, *, yes: bool, as_json: bool) -> None:
         summary=lambda: _summary(plan, outcome) if yes else _would(plan),
         complete=lambda: plan.problem is None and not (plan.skipped or outcome.failed),
     )
-
-
-def _carry_out(shelf: Shelf, plan: Plan, on_progress: Callable[[], None], outcome: Outcome) -> None:
-    delete_picked(
-        shelf.backend,
-        pick(shelf, plan),
-        now=plan.now,
-        on_progress=lambda _: on_progress(),
-        outcome=outcome,
-    )
-    if outcome.error is not None:
-        first = told(outcome.error)
-        message(f"{outcome.failed} files could not be deleted, the first of them: {first}")
 
 
 _by_group = columns(10, 10, -16, 0)
@@ -102,7 +97,7 @@ def _table(url: str, plan: Plan) -> str:
 
 
 def _json(plan: Plan, outcome: Outcome, yes: bool) -> dict[str, Any]:
-    freed = sum(lost.nbytes for lost in outcome.lost.values()) if yes else plan.freed
+    freed = sum(outcome.nbytes[reason] for reason in REASONS_OF_UNITS) if yes else plan.freed
     return {
         "objects": plan.before.count,
         "bytes": plan.before.nbytes,
@@ -110,9 +105,12 @@ def _json(plan: Plan, outcome: Outcome, yes: bool) -> dict[str, Any]:
         "pinned": _total(plan.pinned),
         "rows": [asdict(row) for row in plan.rows.values()],
         "chosen": {reason.value: _total(total) for reason, total in plan.chosen.items()},
-        "deleted": {reason.value: _total(total) for reason, total in outcome.deleted.items()},
-        "kept": _total(outcome.kept),
-        "gone": outcome.gone.count,
+        "deleted": {
+            reason.value: {"files": files, "bytes": outcome.nbytes[reason]}
+            for reason, files in outcome.deleted.items()
+        },
+        "kept": outcome.kept,
+        "gone": outcome.gone,
         "failed": outcome.failed,
         "problem": plan.problem,
     }
@@ -131,10 +129,11 @@ def _would(plan: Plan) -> str:
 
 
 def _summary(plan: Plan, outcome: Outcome) -> str:
+    nbytes = outcome.nbytes.total()
     return summary(
-        [f"deleted {outcome.count} of {plan.files} files, {size_text(outcome.nbytes)}"],
-        (outcome.kept.count, "used or changed meanwhile, left"),
-        (outcome.gone.count, "gone meanwhile"),
+        [f"deleted {outcome.deleted.total()} of {plan.files} files, {size_text(nbytes)}"],
+        (outcome.kept, "used or changed meanwhile, left"),
+        (outcome.gone, "gone meanwhile"),
         (outcome.failed, "failed"),
         *_pinned(plan),
     )

@@ -33,7 +33,7 @@ from kvshelf import __version__
 from kvshelf.backends import Backend, Properties, WriteResult, open_backend
 from kvshelf.backends.base import delete_one, temporary_name
 from kvshelf.backends.s3_settings import settings_of
-from kvshelf.capacity.keeper import least_free
+from kvshelf.capacity.budget import least_free
 from kvshelf.cli.codes import GIVEN, OK, PROBLEM, UNREACHABLE, ending_at_once
 from kvshelf.cli.common import DryRunOption, JsonOption, number, option, told, write_json
 from kvshelf.cli.shelves import ShelfArgument, find_shelf, is_local, json_object

@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from kvshelf.capacity import keepers
+from kvshelf.capacity.limits import ALIVE_SECONDS
 from kvshelf.capacity.visit import KEEPERS
 from kvshelf.cli.codes import PROBLEM, write_out
 from kvshelf.cli.common import (
@@ -175,7 +176,7 @@ def _closing(url: str, usage: Usage, kept: Kept, pins: Pins) -> str:
             for name, value in kept.bounds.items()
         ]
         idle = age_text(max(0.0, now - kept.last_visit))
-        alive = f"{keepers.ALIVE_SECONDS / 60:.0f} minutes, the last visit {idle} ago"
+        alive = f"{ALIVE_SECONDS / 60:.0f} minutes, the last visit {idle} ago"
         visited = f"{number(kept.keepers, 'keeper')} in the last {alive}"
         lines.append("; ".join([visited, *bounds]))
     for name, pin in pins.all.items():

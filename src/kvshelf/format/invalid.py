@@ -1,7 +1,7 @@
-"""Why an object is invalid: the typed errors, and the comparisons that choose among them.
+"""Why an object is invalid: its defects, and the comparisons that choose among them.
 
-Owns the errors, the header parser, and :func:`describe_header`, which shows any header to people.
-The errors only explain: :mod:`kvshelf.format.objects` detects an invalid object by comparing
+Owns :class:`Defect`, the header parser, and :func:`describe_header`, which shows any header to
+people. Defects only explain: :mod:`kvshelf.format.objects` detects an invalid object by comparing
 bytes. No torch, no storage, no vLLM. Safe to call from any thread.
 """
 
@@ -10,13 +10,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from enum import Enum
 from typing import Any, Final
 
 from kvshelf.errors import BadObjectError, short_repr
-from kvshelf.format.tensors import TensorSpec
-
-#: Key of the metadata in a header.
-METADATA: Final = "__metadata__"
+from kvshelf.format.tensors import METADATA, TensorSpec
 
 #: Largest header that the safetensors library reads.
 MAX_HEADER: Final = 100_000_000
@@ -24,89 +22,50 @@ MAX_HEADER: Final = 100_000_000
 #: Largest header parsed for display; parsing 100 MB can take minutes and gigabytes.
 _MAX_SHOWN_HEADER: Final = 16 << 20
 
-# --------------------------------------------------------------------------- errors
-# Named for what is wrong; their base class already says that they are errors.
-# ruff: noqa: N818
 
+class Defect(Enum):
+    """The ways in which an object can be invalid; each is the `defect` of a `BadObjectError`."""
 
-class EmptyObject(BadObjectError):
-    """The object has no bytes."""
-
-
-class TruncatedObject(BadObjectError):
-    """The object is shorter than expected."""
-
-
-class WrongSize(BadObjectError):
-    """The object is longer than expected."""
-
-
-class HeaderTooLarge(BadObjectError):
-    """The length field names a header larger than the file or than 100 MB."""
-
-
-class WrongHeaderLength(BadObjectError):
-    """The length field is not the namespace's data offset − 8."""
-
-
-class HeaderNotJson(BadObjectError):
-    """The header is not a JSON object in UTF-8."""
-
-
-class DuplicateKey(BadObjectError):
-    """A key appears twice in the header."""
-
-
-class HeaderNotCanonical(BadObjectError):
-    """The header is equivalent but not canonical (spacing, order or escapes)."""
-
-
-class WrongMetadata(BadObjectError):
-    """A field of ``__metadata__`` is missing, unknown or has another value."""
-
-
-class WrongNamespace(WrongMetadata):
-    """The object belongs to another namespace."""
-
-
-class WrongKey(WrongMetadata):
-    """The object holds another chunk."""
-
-
-class MalformedTensor(BadObjectError):
-    """A tensor's entry is not ``dtype``, ``shape``, ``data_offsets``."""
-
-
-class WrongTensorName(BadObjectError):
-    """A tensor is missing or unexpected."""
-
-
-class WrongTensorOrder(BadObjectError):
-    """The tensors are the expected ones in another order."""
-
-
-class WrongDtype(BadObjectError):
-    """A tensor has another dtype."""
-
-
-class WrongShape(BadObjectError):
-    """A tensor has another shape."""
-
-
-class TensorOverlap(BadObjectError):
-    """A tensor starts before the previous one ends."""
-
-
-class TensorGap(BadObjectError):
-    """Unused bytes lie between two tensors."""
-
-
-class WrongTensorSize(BadObjectError):
-    """A tensor's offsets do not span dtype × shape."""
-
-
-class PayloadDamaged(BadObjectError):
-    """A tensor's bytes do not match the hash in the header."""
+    #: The object has no bytes.
+    EMPTY_OBJECT = "EmptyObject"
+    #: It is shorter than expected.
+    TRUNCATED_OBJECT = "TruncatedObject"
+    #: It is longer than expected.
+    WRONG_SIZE = "WrongSize"
+    #: The length field names a header larger than the file or than 100 MB.
+    HEADER_TOO_LARGE = "HeaderTooLarge"
+    #: The length field is not the namespace's data offset − 8.
+    WRONG_HEADER_LENGTH = "WrongHeaderLength"
+    #: The header is not a JSON object in UTF-8.
+    HEADER_NOT_JSON = "HeaderNotJson"
+    #: A key appears twice in the header.
+    DUPLICATE_KEY = "DuplicateKey"
+    #: The header is equivalent but not canonical (spacing, order or escapes).
+    HEADER_NOT_CANONICAL = "HeaderNotCanonical"
+    #: A field of ``__metadata__`` is missing, unknown or has another value.
+    WRONG_METADATA = "WrongMetadata"
+    #: The object belongs to another namespace.
+    WRONG_NAMESPACE = "WrongNamespace"
+    #: The object holds another chunk.
+    WRONG_KEY = "WrongKey"
+    #: A tensor's entry is not ``dtype``, ``shape``, ``data_offsets``.
+    MALFORMED_TENSOR = "MalformedTensor"
+    #: A tensor is missing or unexpected.
+    WRONG_TENSOR_NAME = "WrongTensorName"
+    #: The tensors are the expected ones in another order.
+    WRONG_TENSOR_ORDER = "WrongTensorOrder"
+    #: A tensor has another dtype.
+    WRONG_DTYPE = "WrongDtype"
+    #: A tensor has another shape.
+    WRONG_SHAPE = "WrongShape"
+    #: A tensor starts before the previous one ends.
+    TENSOR_OVERLAP = "TensorOverlap"
+    #: Unused bytes lie between two tensors.
+    TENSOR_GAP = "TensorGap"
+    #: A tensor's offsets do not span dtype × shape.
+    WRONG_TENSOR_SIZE = "WrongTensorSize"
+    #: A tensor's bytes do not match the hash in the header.
+    PAYLOAD_DAMAGED = "PayloadDamaged"
 
 
 def parse_header(text: bytes) -> dict[str, Any]:
@@ -114,51 +73,54 @@ def parse_header(text: bytes) -> dict[str, Any]:
 
     Raises
     ------
-    HeaderNotJson, DuplicateKey
+    BadObjectError
+        HEADER_NOT_JSON, DUPLICATE_KEY.
     """
 
     def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+        fields: dict[str, Any] = {}
         for key, value in pairs:
-            if key in found:
-                raise DuplicateKey(f"key {key[:200]!r} appears twice in the header")
-            found[key] = value
-        return found
+            if key in fields:
+                twice = f"key {key[:200]!r} appears twice in the header"
+                raise BadObjectError(Defect.DUPLICATE_KEY, twice)
+            fields[key] = value
+        return fields
 
+    problem = "the header is JSON, but not an object"
     try:
         header = json.loads(text.decode("utf-8"), object_pairs_hook=no_duplicates)
     except BadObjectError:
         raise
     except (ValueError, RecursionError) as error:
-        raise HeaderNotJson(f"the header is not JSON in UTF-8 ({error})") from None
+        header, problem = None, f"the header is not JSON in UTF-8 ({error})"
     if not isinstance(header, dict):
-        raise HeaderNotJson("the header is JSON, but not an object")
+        raise BadObjectError(Defect.HEADER_NOT_JSON, problem)
     return header
 
 
 def compare_metadata(metadata: object, expected: Mapping[str, str], tensors: int) -> None:
     """Raise the error that names the first difference of `metadata`, if there is one."""
     if not isinstance(metadata, dict):
-        raise WrongMetadata(f"{METADATA}: found {short_repr(metadata)}, expected an object")
-    kinds: dict[str, type[WrongMetadata]] = {"namespace": WrongNamespace, "key": WrongKey}
+        text = f"{METADATA}: found {short_repr(metadata)}, expected an object"
+        raise BadObjectError(Defect.WRONG_METADATA, text)
+    defects = {"namespace": Defect.WRONG_NAMESPACE, "key": Defect.WRONG_KEY}
     for field, value in expected.items():
         found = metadata.get(field)
         if found != value:
-            kind = kinds.get(field, WrongMetadata)
-            raise kind(f"{field}: found {short_repr(found)}, expected {value!r}")
+            text = f"{field}: found {short_repr(found)}, expected {value!r}"
+            raise BadObjectError(defects.get(field, Defect.WRONG_METADATA), text)
     for field in metadata:
         if field not in expected and field != "xxh3":
-            raise WrongMetadata(f"{short_repr(field)} is not a field of {METADATA}")
+            text = f"{short_repr(field)} is not a field of {METADATA}"
+            raise BadObjectError(Defect.WRONG_METADATA, text)
     hashes = metadata.get("xxh3")
-    if not isinstance(hashes, str) or not re.fullmatch(
-        rf"[0-9a-f]{{32}}(,[0-9a-f]{{32}}){{{tensors - 1}}}", hashes
-    ):
-        raise WrongMetadata(
-            f"xxh3: found {short_repr(hashes)}, expected {tensors} hashes of 32 hex digits"
-        )
+    pattern = rf"[0-9a-f]{{32}}(,[0-9a-f]{{32}}){{{tensors - 1}}}"
+    if not isinstance(hashes, str) or not re.fullmatch(pattern, hashes):
+        text = f"xxh3: found {short_repr(hashes)}, expected {tensors} hashes of 32 hex digits"
+        raise BadObjectError(Defect.WRONG_METADATA, text)
 
 
-def _tensor_entry(name: str, entry: object) -> tuple[str, tuple[int, ...], tuple[int, int]]:
+def _tensor_entry(name: str, entry: object) -> tuple[str, list[int], list[int]]:
     """Return dtype, shape and offsets of one entry of a header."""
     if isinstance(entry, dict) and entry.keys() == {"dtype", "shape", "data_offsets"}:
         dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
@@ -169,10 +131,11 @@ def _tensor_entry(name: str, entry: object) -> tuple[str, tuple[int, ...], tuple
             and len(offsets) == 2
             and all(type(number) is int and number >= 0 for number in shape + offsets)
         ):
-            return dtype, tuple(shape), (offsets[0], offsets[1])
-    raise MalformedTensor(
+            return dtype, shape, offsets
+    raise BadObjectError(
+        Defect.MALFORMED_TENSOR,
         f"tensor {short_repr(name)}: found {short_repr(entry)}, "
-        "expected dtype, shape and data_offsets"
+        "expected dtype, shape and data_offsets",
     )
 
 
@@ -182,38 +145,26 @@ def compare_tensors(header: Mapping[str, object], specs: Sequence[TensorSpec]) -
     names = [spec.name for spec in specs]
     for name in names:
         if name not in entries:
-            raise WrongTensorName(f"tensor {name!r} is missing")
-    known = set(names)
-    for name in entries:
-        if name not in known:
-            raise WrongTensorName(f"tensor {short_repr(name)} does not belong to this object")
+            raise BadObjectError(Defect.WRONG_TENSOR_NAME, f"tensor {name!r} is missing")
+    for name in entries.keys() - {*names}:
+        text = f"tensor {short_repr(name)} does not belong to this object"
+        raise BadObjectError(Defect.WRONG_TENSOR_NAME, text)
     if list(entries) != names:
-        raise WrongTensorOrder(f"tensors are in the order {short_repr(list(entries))}")
-    cursor = 0
+        text = f"tensors are in the order {short_repr(list(entries))}"
+        raise BadObjectError(Defect.WRONG_TENSOR_ORDER, text)
     for spec in specs:
         dtype, shape, (begin, end) = entries[spec.name]
-        if dtype != spec.dtype:
-            raise WrongDtype(
-                f"tensor {spec.name!r}: found {short_repr(dtype)}, expected {spec.dtype}"
-            )
-        if shape != spec.shape:
-            raise WrongShape(
-                f"tensor {spec.name!r}: found {short_repr(list(shape))}, "
-                f"expected {list(spec.shape)}"
-            )
-        if begin < cursor:
-            raise TensorOverlap(
-                f"tensor {spec.name!r} starts at byte {begin}, expected {cursor}: it overlaps"
-            )
-        if begin > cursor:
-            raise TensorGap(
-                f"tensor {spec.name!r} starts at byte {begin}, expected {cursor}: there is a gap"
-            )
-        if end - begin != spec.nbytes:
-            raise WrongTensorSize(
-                f"tensor {spec.name!r} spans {end - begin} bytes, expected {spec.nbytes}"
-            )
-        cursor = end
+        misplaced = Defect.TENSOR_OVERLAP if begin < spec.offset else Defect.TENSOR_GAP
+        comparisons: tuple[tuple[Defect, str, object, object], ...] = (
+            (Defect.WRONG_DTYPE, "dtype", dtype, spec.dtype),
+            (Defect.WRONG_SHAPE, "shape", shape, list(spec.shape)),
+            (misplaced, "first byte", begin, spec.offset),
+            (Defect.WRONG_TENSOR_SIZE, "bytes", end - begin, spec.nbytes),
+        )
+        for defect, what, found, expected in comparisons:
+            if found != expected:
+                text = f"{what} {short_repr(found)}, expected {expected}"
+                raise BadObjectError(defect, f"tensor {spec.name!r}: found {text}")
 
 
 def header_length(start: bytes) -> int:
@@ -221,18 +172,17 @@ def header_length(start: bytes) -> int:
 
     Raises
     ------
-    EmptyObject, TruncatedObject
-        If there are fewer than 8 bytes.
-    HeaderTooLarge
-        If the length exceeds 16 MiB, more than any object of kvshelf needs.
+    BadObjectError
+        EMPTY_OBJECT, TRUNCATED_OBJECT: there are fewer than 8 bytes. HEADER_TOO_LARGE: the length
+        exceeds 16 MiB, more than any object of kvshelf needs.
     """
-    if not start:
-        raise EmptyObject("empty object: expected a safetensors file")
     if len(start) < 8:
-        raise TruncatedObject(f"truncated object: found {len(start)} bytes, expected at least 8")
+        defect = Defect.TRUNCATED_OBJECT if start else Defect.EMPTY_OBJECT
+        raise BadObjectError(defect, f"found {len(start)} bytes, expected a safetensors file")
     length = int.from_bytes(start[:8], "little")
     if length > _MAX_SHOWN_HEADER:
-        raise HeaderTooLarge("not a safetensors file, or one with a header of more than 16 MiB")
+        text = "not a safetensors file, or one with a header of more than 16 MiB"
+        raise BadObjectError(Defect.HEADER_TOO_LARGE, text)
     return length
 
 
@@ -252,26 +202,19 @@ def describe_header(raw: bytes) -> dict[str, Any]:
 
     Raises
     ------
-    EmptyObject, TruncatedObject, HeaderTooLarge, HeaderNotJson, DuplicateKey, WrongMetadata, \
-MalformedTensor
+    BadObjectError
+        If it cannot be decoded.
     """
-    length = header_length(raw)
-    if len(raw) < 8 + length:
-        raise TruncatedObject(
-            f"truncated object: found {len(raw)} bytes, but its header ends at {8 + length}"
-        )
-    header = parse_header(raw[8 : 8 + length])
+    end = 8 + header_length(raw)
+    if len(raw) < end:
+        text = f"truncated object: found {len(raw)} bytes, but its header ends at {end}"
+        raise BadObjectError(Defect.TRUNCATED_OBJECT, text)
+    header = parse_header(raw[8:end])
     metadata = header.pop(METADATA, {})
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
-        raise WrongMetadata(f"{METADATA}: found {short_repr(metadata)}, expected strings")
-    tensors = []
-    for name, entry in header.items():
-        dtype, shape, offsets = _tensor_entry(name, entry)
-        tensors.append(
-            {"name": name, "dtype": dtype, "shape": list(shape), "data_offsets": list(offsets)}
-        )
-    return {
-        "data_offset": 8 + length,
-        "metadata": metadata,
-        "tensors": tensors,
-    }
+        text = f"{METADATA}: found {short_repr(metadata)}, expected strings"
+        raise BadObjectError(Defect.WRONG_METADATA, text)
+    keys = ("name", "dtype", "shape", "data_offsets")
+    entries = ((name, *_tensor_entry(name, entry)) for name, entry in header.items())
+    tensors = [dict(zip(keys, entry, strict=True)) for entry in entries]
+    return {"data_offset": end, "metadata": metadata, "tensors": tensors}

@@ -62,6 +62,18 @@ _OPTIONAL_FIELDS: Final = (
     "code",
     "config_overrides",
 )
+#: Facts of which each layer may have its own.
+_FIELDS_BY_LAYER: Final = (
+    "kv_heads",
+    "head_size",
+    "sliding_windows",
+    "attention",
+    "kinds",
+    "layer_names",
+    "layer_shapes",
+    "layer_dtypes",
+    "layouts",
+)
 
 # Kinds of RoPE whose factors, and so KV, depend on the longest prompt that is served.
 _LENGTH_DEPENDENT_ROPE: Final = ("dynamic", "longrope", "su")
@@ -246,25 +258,14 @@ class ModelFacts:
         if isinstance(self.config, str):
             raise ConfigError(
                 f"config is the text {self.config!r}; expected a pathlib.Path of the model's folder"
-                " or config.json, or the parsed content of that"
+                " or config.json, or its parsed content"
             )
         if self.layer_dtypes is None and self.dtype not in STORED_DTYPES:
-            raise ConfigError(
-                f"dtype is {self.dtype!r}; expected one of {', '.join(STORED_DTYPES)}"
-            )
+            dtypes = ", ".join(STORED_DTYPES)
+            raise ConfigError(f"dtype is {self.dtype!r}; expected one of {dtypes}")
         if self.layers < 1:
             raise ConfigError(f"layers is {self.layers}; expected at least 1")
-        for field in (
-            "kv_heads",
-            "head_size",
-            "sliding_windows",
-            "attention",
-            "kinds",
-            "layer_names",
-            "layer_shapes",
-            "layer_dtypes",
-            "layouts",
-        ):
+        for field in _FIELDS_BY_LAYER:
             value = getattr(self, field)
             if isinstance(value, tuple) and len(value) != self.layers:
                 raise ConfigError(f"{field} has {len(value)} entries for {self.layers} layers")
@@ -333,9 +334,8 @@ class ModelFacts:
         """
         text = config.get_text_config() if hasattr(config, "get_text_config") else config
         if getattr(text, "kv_lora_rank", None):
-            raise UnsupportedError(
-                "this model keeps latent KV (MLA): state its facts with ModelFacts(…)"
-            )
+            advice = "state its facts with ModelFacts(…)"
+            raise UnsupportedError(f"this model keeps latent KV (MLA): {advice}")
         layers = int(text.num_hidden_layers)
         windows = _windows(text, layers)
         found = dtype or str(getattr(text, "dtype", None) or getattr(config, "dtype", None))
@@ -344,22 +344,20 @@ class ModelFacts:
             raise ConfigError("the configuration names no dtype: pass dtype")
         # Reading a field that differs by layer from the whole configuration is an error.
         each = list(text.per_layer_config) if getattr(text, "is_heterogeneous", False) else [text]
-        head_sizes = tuple(
-            int(getattr(one, "head_dim", None) or one.hidden_size // one.num_attention_heads)
-            for one in each
-        )
-        kv_heads = tuple(
-            int(getattr(one, "num_key_value_heads", None) or one.num_attention_heads)
-            for one in each
-        )
+        head_sizes, kv_heads = list[int](), list[int]()
+        for of in each:
+            heads = of.num_attention_heads
+            head_sizes.append(int(getattr(of, "head_dim", None) or of.hidden_size // heads))
+            kv_heads.append(int(getattr(of, "num_key_value_heads", None) or heads))
         quantization = getattr(config, "quantization_config", None) or {}
-        if not isinstance(quantization, Mapping):
-            quantization = {"quant_method": getattr(quantization, "quant_method", "")}
-        method = quantization.get("quant_method") or ""
+        if isinstance(quantization, Mapping):
+            method = quantization.get("quant_method") or ""
+        else:
+            method = getattr(quantization, "quant_method", "") or ""
         return cls(
             layers=layers,
-            kv_heads=kv_heads if len(each) > 1 else kv_heads[0],
-            head_size=head_sizes if len(each) > 1 else head_sizes[0],
+            kv_heads=tuple(kv_heads) if len(each) > 1 else kv_heads[0],
+            head_size=tuple(head_sizes) if len(each) > 1 else head_sizes[0],
             dtype=kv_dtype,
             weights=weights,
             fingerprint=fingerprint,
@@ -400,39 +398,30 @@ class ModelFacts:
         OSError
             If a weight file cannot be read.
         """
-        stages = (self.layers,) if self.stages is None else self.stages
-        kinds = self._kinds
-        size = self.head_size
-        head_sizes = (
-            list(size)
-            if isinstance(size, tuple)
-            else [0 if kind == STATE else size for kind in kinds]
+        stages, kinds, size = self.stages or (self.layers,), self._kinds, self.head_size
+        sizes = (
+            size if isinstance(size, tuple) else [0 if kind == STATE else size for kind in kinds]
         )
-        windows = list(self.sliding_windows or [-1] * self.layers)
+        windows = self.sliding_windows or (-1,) * self.layers
+        attention = ["full" if window < 0 else "sliding" for window in windows]
+        layouts = ["state" if kind == STATE else "canonical" for kind in kinds]
+        names = [f"model.layers.{i}.self_attn.attn" for i in range(self.layers)]
+        shapes = [f"2,*,{h},{s}" for h, s in zip(self._heads, sizes, strict=True)]
         record: dict[str, FieldValue] = {
             "format": FORMAT,
             "weights": self._weights_field(weights),
             "layers": self.layers,
             "kv_heads": max(self._heads),
-            "head_sizes": head_sizes,
-            "sliding_windows": windows,
-            "attention": list(
-                self.attention or ["full" if window < 0 else "sliding" for window in windows]
-            ),
+            "head_sizes": list(sizes),
+            "sliding_windows": list(windows),
+            "attention": list(self.attention or attention),
             "compute_dtype": self.compute_dtype or self.dtype,
             "kv_dtype": self.dtype,
             "chunk_size": chunk_size,
             "stages": list(stages),
-            "layouts": list(
-                self.layouts or ["state" if kind == STATE else "canonical" for kind in kinds]
-            ),
-            "layer_names": list(
-                self.layer_names or [f"model.layers.{i}.self_attn.attn" for i in range(self.layers)]
-            ),
-            "layer_shapes": list(
-                self.layer_shapes
-                or [f"2,*,{h},{s}" for h, s in zip(self._heads, head_sizes, strict=True)]
-            ),
+            "layouts": list(self.layouts or layouts),
+            "layer_names": list(self.layer_names or names),
+            "layer_shapes": list(self.layer_shapes or shapes),
             "layer_dtypes": list(self.layer_dtypes or [STORED_DTYPES[self.dtype]] * self.layers),
         }
         record |= self._shards_fields(stages, shards)
@@ -463,12 +452,10 @@ class ModelFacts:
     def _config_field(self) -> tuple[str, ...] | None:
         if isinstance(self.config, tuple):
             return self.config
-        if self.config is not None:
-            return published_lines(self.config)
-        folder = self.weights
-        if isinstance(folder, os.PathLike) and (Path(folder) / CONFIG).exists():
-            return published_lines(folder)
-        return None
+        source, folder = self.config, self.weights
+        if source is None and isinstance(folder, os.PathLike) and (Path(folder) / CONFIG).exists():
+            source = folder
+        return None if source is None else published_lines(source)
 
     def _weights_field(self, option: str) -> str:
         if option not in ("content", "sampled"):
@@ -478,14 +465,12 @@ class ModelFacts:
         if isinstance(self.weights, str):
             return f"user:{_named('weights', self.weights)}"
         if self.weights is None:
-            raise ConfigError(
-                "weights is missing: name the weights, or give the model's folder as a Path"
-            )
-        files = (
-            weight_files(Path(self.weights))
-            if isinstance(self.weights, os.PathLike)
-            else [Path(file) for file in self.weights]
-        )
+            advice = "name the weights, or give the model's folder as a Path"
+            raise ConfigError(f"weights is missing: {advice}")
+        if isinstance(self.weights, os.PathLike):
+            files = weight_files(Path(self.weights))
+        else:
+            files = [Path(file) for file in self.weights]
         if option == "sampled":
             return sampled_fingerprint(files)
         return weights_fingerprint(files, cache=FingerprintCache(cache_dir() / "fingerprints.json"))

@@ -9,9 +9,9 @@ Owns
 Contracts
 ---------
 * The header is a pure function of namespace, chunk, kind, shard and payload hashes. A reader
-  rebuilds it and compares bytes; the typed errors only explain a difference.
+  rebuilds it and compares bytes; the defect of an error only explains a difference.
 * No byte that was read is executed, and no payload is copied: bytes go from the reader into
-  the caller's buffer, and from the caller's buffers to the writer.
+  the caller's buffer.
 * When :meth:`ObjectFormat.read` returns, every byte of the object buffer has been checked.
   When it raises, the buffer's content is undefined.
 * No storage (a reader is anything with `size` and `read_into`), no torch, no vLLM.
@@ -28,7 +28,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Final, NamedTuple, Protocol, TypeAlias
+from typing import Final, Protocol
 
 import xxhash
 
@@ -41,14 +41,7 @@ from kvshelf.errors import (
 )
 from kvshelf.format.invalid import (
     MAX_HEADER,
-    METADATA,
-    EmptyObject,
-    HeaderNotCanonical,
-    HeaderTooLarge,
-    PayloadDamaged,
-    TruncatedObject,
-    WrongHeaderLength,
-    WrongSize,
+    Defect,
     compare_metadata,
     compare_tensors,
     parse_header,
@@ -57,26 +50,19 @@ from kvshelf.format.keys import Chunk
 from kvshelf.format.kinds import FULL, STATE, Kind
 from kvshelf.format.names import ParsedName
 from kvshelf.format.namespace import FORMAT, FieldValue, Namespace
-from kvshelf.format.plans import (
+from kvshelf.format.tensors import (
     HASH_CHARS,
+    METADATA,
     ObjectPlan,
+    TensorSpec,
     between_key_and_tokens,
     data_offset_of,
     object_plans,
+    required_field,
 )
-from kvshelf.format.tensors import TensorSpec, required_field
 
-BytesLike: TypeAlias = "bytes | bytearray | memoryview"
-
-# The size of the reads decides whether an object's bytes are still in cache when they are hashed.
-# Measured with 1 MiB of level-2 and 32 MiB of level-3 cache: an object much smaller than level 3
-# is fastest in few reads; a larger one is fastest when each span is hashed out of level 2, and a
-# tensor larger than level 2 when it is streamed, although streaming costs more per byte.
-_SMALL_OBJECT: Final = 8 << 20
-_SMALL_OBJECT_READ: Final = 1 << 20
-_READ: Final = 512 << 10
-_ONE_SHOT: Final = 1 << 20
-_CHECK_READ: Final = 1 << 20
+#: Bytes of one read.
+_READ: Final = 1 << 20
 #: XXH3-128 hashes inputs of so many bytes or fewer in other ways.
 _SHORT: Final = 240
 
@@ -98,23 +84,6 @@ class ReaderLike(Protocol):
         """Fill `buffer` from `offset`; return the bytes read, fewer only at the end."""
 
 
-#: One read: where in the object buffer, as a slice and its first byte.
-_Read: TypeAlias = "tuple[slice, int]"
-
-
-@dataclass(frozen=True, slots=True)
-class _ReadSpan:
-    """Contiguous bytes of an object that are read, then hashed."""
-
-    reads: tuple[_Read, ...]
-    #: The tensors that are complete afterwards, as slices of the object buffer.
-    tensors: tuple[slice, ...]
-    #: Index of the first of these tensors.
-    first: int
-    #: The span is exactly one tensor, and each read is hashed as it arrives.
-    streamed: bool
-
-
 @dataclass(frozen=True, slots=True)
 class _Template:
     """The parts of an object that do not depend on key, parent, index and hashes."""
@@ -126,7 +95,6 @@ class _Template:
     before_hashes: bytes
     hash_chars: int
     after_hashes: bytes
-    spans: tuple[_ReadSpan, ...]
     #: Where the payload begins and each tensor ends; None if a tensor is short.
     borders: array[int] | None
 
@@ -135,58 +103,6 @@ def _no_kind(kind: str, kinds: Sequence[Kind]) -> ConfigError:
     return ConfigError(
         f"the namespace has no layers of kind {kind!r}; its kinds are {', '.join(kinds)}"
     )
-
-
-def _cut(start: int, end: int, size: int) -> tuple[_Read, ...]:
-    return tuple((slice(at, min(at + size, end)), at) for at in range(start, end, size))
-
-
-def _read_spans(slices: Sequence[slice], data_offset: int) -> tuple[_ReadSpan, ...]:
-    """Cut an object into read spans: small neighbouring tensors share one, a large one is alone.
-
-    The first span includes the header region.
-    """
-    small = slices[-1].stop <= _SMALL_OBJECT
-    size = _SMALL_OBJECT_READ if small else _READ
-    # A single tensor that is hashed in one call is best read at once, with the header region.
-    most = max(size, _ONE_SHOT) + data_offset
-    spans: list[_ReadSpan] = []
-    start = 0
-    end = data_offset
-    first = 0
-    for number, tensor in enumerate(slices):
-        streamed = not small and tensor.stop - tensor.start > _ONE_SHOT
-        full = first < number and tensor.stop - max(start, data_offset) > size
-        if full or (streamed and start < end):
-            spans.append(
-                _ReadSpan(_cut(start, end, most), tuple(slices[first:number]), first, False)
-            )
-            start, first = end, number
-        if streamed:
-            spans.append(_ReadSpan(_cut(tensor.start, tensor.stop, _READ), (tensor,), number, True))
-            start, first = tensor.stop, number + 1
-        end = tensor.stop
-    if start < end:
-        spans.append(_ReadSpan(_cut(start, end, most), tuple(slices[first:]), first, False))
-    return tuple(spans)
-
-
-class Expected(NamedTuple):
-    """The bytes of an object of some chunk but for its payload, the hashes of this and a text.
-
-    Attributes
-    ----------
-    first, second, after : bytes
-        What stands before :meth:`ObjectFormat.text_of` the chunk, between it and the hashes, and
-        behind these up to the spaces before the payload.
-    borders : array of int64
-        Where the payload begins, and where each tensor ends.
-    """
-
-    first: bytes
-    second: bytes
-    after: bytes
-    borders: array[int]
 
 
 class ObjectFormat:
@@ -357,44 +273,33 @@ class ObjectFormat:
         hashes = [digest(view[tensor]) for tensor in template.slices]
         view[: self.data_offset] = self._header(template, chunk, hashes)
 
-    def encode(self, chunk: Chunk, shard: int, tensors: Sequence[BytesLike]) -> list[BytesLike]:
-        """Return one object as buffers for ``writev``: the header, then the given buffers.
+    def verify(self, buffer: memoryview, chunk: Chunk, shard: int, *, payload: bool = True) -> None:
+        """Verify an object in memory: its size, its header, and the hashes of its tensors.
 
         Parameters
         ----------
+        buffer : memoryview
+            The object's bytes.
         chunk, shard
-            The object.
-        tensors : Sequence of buffers
-            The bytes of each tensor, C-contiguous, in layer order. Not copied.
+            The object expected.
+        payload : bool
+            False: the tensors are verified already, and are not hashed.
 
         Raises
         ------
-        ValueError
-            If the number of buffers or the size of one is wrong.
+        BadObjectError
+            Its defect says what is wrong.
         """
         template = self._template_of(chunk, shard)
-        if len(tensors) != len(template.specs):
-            raise ValueError(f"found {len(tensors)} buffers for {len(template.specs)} tensors")
-        buffers: list[BytesLike] = [b""]
-        hashes = []
-        for spec, data in zip(template.specs, tensors, strict=True):
-            view = memoryview(data)
-            if view.nbytes != spec.nbytes or not view.c_contiguous:
-                raise ValueError(
-                    f"tensor {spec.name!r}: found {view.nbytes} bytes"
-                    f"{'' if view.c_contiguous else ', not contiguous'}; expected {spec.nbytes} "
-                    "contiguous bytes"
-                )
-            hashes.append(xxhash.xxh3_128_hexdigest(view))
-            buffers.append(view if view.format == "B" and view.ndim == 1 else view.cast("B"))
-        buffers[0] = self._header(template, chunk, hashes)
-        return buffers
+        _check_size(buffer.nbytes, template.size)
+        hashes = self._check_header(buffer, template, chunk, shard)
+        if payload:
+            for number, tensor in enumerate(template.slices):
+                found = xxhash.xxh3_128_hexdigest(buffer[tensor])
+                _check_hash(template, number, found, hashes)
 
     def read(self, reader: ReaderLike, chunk: Chunk, shard: int, buffer: memoryview) -> None:
-        """Read one object into `buffer` and verify all of it.
-
-        The header is checked before the payload is read. Each tensor is hashed directly after
-        its bytes were read, while they are in cache.
+        """Read one object into `buffer`, and verify all of it.
 
         Parameters
         ----------
@@ -408,7 +313,7 @@ class ObjectFormat:
         Raises
         ------
         BadObjectError
-            A subclass that says what is wrong.
+            Its defect says what is wrong.
         TransientStorageError
             If fewer bytes were read than the object has.
         StorageError
@@ -416,38 +321,78 @@ class ObjectFormat:
         ValueError
             If `buffer` or `chunk` does not fit this namespace.
         """
-        template = self._template_of(chunk, shard)
-        view = self._object_view(buffer, template)
-        self._check_size(reader.size, view.nbytes)
-        digest = xxhash.xxh3_128_hexdigest
-        hashes: list[str] = []
-        for span in template.spans:
-            state = xxhash.xxh3_128() if span.streamed else None
-            for where, start in span.reads:
-                part = view[where]
-                _fill(reader, part, start)
-                if state is not None:
-                    state.update(part)
-                elif not hashes:
-                    hashes = self._check_header(view, template, chunk, shard)
-            first = span.first
-            expected = hashes[first : first + len(span.tensors)]
-            if state is not None:
-                found = [state.hexdigest()]
-            else:
-                found = [digest(view[tensor]) for tensor in span.tensors]
-            if found != expected:
-                raise self._damaged(template, first, found, expected)
+        view = self._object_view(buffer, self._template_of(chunk, shard))
+        _check_size(reader.size, view.nbytes)
+        _fill(reader, view, 0)
+        self.verify(view, chunk, shard)
 
-    def expected(self, chunk: Chunk, shard: int) -> Expected | None:
-        """Return what others than :meth:`read` can verify an object by, with the same verdict.
+    def read_named(
+        self, reader: ReaderLike, parsed: ParsedName, buffer: memoryview | None = None
+    ) -> Chunk:
+        """Read and verify an object of which only the name is known.
 
-        It is the same for all chunks of as many tokens.
+        The parent is taken from the object itself. Everything else is verified as by
+        :meth:`read`; engines use :meth:`read`, with the parent that they expect.
+
+        Parameters
+        ----------
+        reader : ReaderLike
+            The opened object.
+        parsed : ParsedName
+            The object's name.
+        buffer : memoryview, optional
+            As for :meth:`read`. None: nothing is kept, and little more memory is needed than for
+            the header, however large the object is.
 
         Returns
         -------
-        Expected or None
-            None: only :meth:`read` can, since a tensor has 240 bytes or fewer.
+        Chunk
+            The chunk, its parent included.
+
+        Raises
+        ------
+        ObjectNameError
+            If no object of this kind of the namespace has such a name.
+        BadObjectError, StorageError, ValueError
+            As for :meth:`read`.
+        """
+        chunk = self.named_chunk(parsed)
+        template = self._template_of(chunk, parsed.shard)
+        view = memoryview(bytearray(self.data_offset))
+        if buffer is not None:
+            view = self._object_view(buffer, template)
+        _check_size(reader.size, template.size)
+        _fill(reader, view, 0)
+        first = len(template.before_key) + _KEY_CHARS + len(_BEFORE_PARENT)
+        parent = view[first : first + _KEY_CHARS].tobytes()
+        # If this is not a key, the comparison of headers fails and explains why.
+        if not parent.translate(None, _HEX):
+            chunk = replace(chunk, parent=bytes.fromhex(parent.decode("ascii")))
+        if buffer is not None:
+            self.verify(view, chunk, parsed.shard)
+            return chunk
+        hashes = self._check_header(view, template, chunk, parsed.shard)
+        piece = memoryview(bytearray(_READ))
+        for number, tensor in enumerate(template.slices):
+            digest = xxhash.xxh3_128()
+            for start in range(tensor.start, tensor.stop, _READ):
+                part = piece[: min(_READ, tensor.stop - start)]
+                _fill(reader, part, start)
+                digest.update(part)
+            _check_hash(template, number, digest.hexdigest(), hashes)
+        return chunk
+
+    def expected(self, chunk: Chunk, shard: int) -> tuple[bytes, bytes, bytes, array[int]] | None:
+        """Return what others than :meth:`verify` can verify an object by, with the same verdict.
+
+        It is the same for all chunks of as many tokens: the bytes before :meth:`text_of` the chunk,
+        those between it and the hashes, those after the hashes up to the spaces before the payload;
+        and, as int64, where the payload begins and each tensor ends.
+
+        Returns
+        -------
+        tuple or None
+            None: only :meth:`verify` can, since a tensor has 240 bytes or fewer.
 
         Raises
         ------
@@ -457,9 +402,8 @@ class ObjectFormat:
         template = self._template_of(chunk, shard)
         if template.borders is None:
             return None
-        return Expected(
-            template.before_key, template.before_hashes, template.after_hashes, template.borders
-        )
+        first, second, after = template.before_key, template.before_hashes, template.after_hashes
+        return first, second, after, template.borders
 
     @staticmethod
     def text_of(chunk: Chunk) -> bytes:
@@ -493,111 +437,6 @@ class ObjectFormat:
         except (ValueError, UnsupportedError) as error:
             raise ObjectNameError(f"its namespace has no object of this name: {error}") from None
         return Chunk(parsed.key, parent, parsed.index, tokens, tail, parsed.salt_group)
-
-    def read_named(self, reader: ReaderLike, parsed: ParsedName, buffer: memoryview) -> Chunk:
-        """Read and verify an object of which only the name is known.
-
-        The parent is taken from the object itself. Everything else is verified as by
-        :meth:`read`; engines use :meth:`read`, with the parent that they expect.
-
-        Parameters
-        ----------
-        reader, buffer
-            As for :meth:`read`.
-        parsed : ParsedName
-            The object's name.
-
-        Returns
-        -------
-        Chunk
-            The chunk, its parent included.
-
-        Raises
-        ------
-        ObjectNameError
-            If no object of this kind of the namespace has such a name.
-        BadObjectError, StorageError, ValueError
-            As for :meth:`read`.
-        """
-        chunk = self.named_chunk(parsed)
-        template = self._template_of(chunk, parsed.shard)
-        view = self._object_view(buffer, template)
-        self._check_size(reader.size, view.nbytes)
-        region = view[: self.data_offset]
-        count = reader.read_into(region, 0)
-        chunk = self._with_parent(region, template, chunk)
-        self.read(_Continued(reader, count), chunk, parsed.shard, view)
-        return chunk
-
-    def check_named(self, reader: ReaderLike, parsed: ParsedName) -> Chunk:
-        """Verify an object of which only the name is known, and keep nothing of it.
-
-        As :meth:`read_named`, with little more memory than for the header, however large the
-        object is, and with more reads.
-
-        Parameters
-        ----------
-        reader : ReaderLike
-            The opened object.
-        parsed : ParsedName
-            The object's name.
-
-        Returns
-        -------
-        Chunk
-            The chunk, its parent included.
-
-        Raises
-        ------
-        ObjectNameError
-            If no object of this kind of the namespace has such a name.
-        BadObjectError
-            A subclass that says what is wrong.
-        TransientStorageError
-            If fewer bytes were read than the object has.
-        StorageError
-            If the storage failed.
-        """
-        chunk = self.named_chunk(parsed)
-        template = self._template_of(chunk, parsed.shard)
-        self._check_size(reader.size, template.size)
-        region = memoryview(bytearray(self.data_offset))
-        _fill(reader, region, 0)
-        chunk = self._with_parent(region, template, chunk)
-        expected = self._check_header(region, template, chunk, parsed.shard)
-        piece = memoryview(bytearray(_CHECK_READ))
-        for number, tensor in enumerate(template.slices):
-            digest = xxhash.xxh3_128()
-            for start in range(tensor.start, tensor.stop, _CHECK_READ):
-                part = piece[: min(_CHECK_READ, tensor.stop - start)]
-                _fill(reader, part, start)
-                digest.update(part)
-            found = digest.hexdigest()
-            if found != expected[number]:
-                raise self._damaged(template, number, [found], [expected[number]])
-        return chunk
-
-    @staticmethod
-    def _with_parent(region: memoryview, template: _Template, chunk: Chunk) -> Chunk:
-        """Return `chunk` with the parent that an object's header names."""
-        first = len(template.before_key) + _KEY_CHARS + len(_BEFORE_PARENT)
-        parent = region[first : first + _KEY_CHARS].tobytes()
-        # If this is not a key, the comparison of headers fails and explains why.
-        if parent.translate(None, _HEX):
-            return chunk
-        return replace(chunk, parent=bytes.fromhex(parent.decode("ascii")))
-
-    def verify_header(self, buffer: memoryview, chunk: Chunk, shard: int) -> None:
-        """Verify size and header of an object in memory whose payload is verified already.
-
-        Raises
-        ------
-        BadObjectError
-            A subclass that says what is wrong.
-        """
-        template = self._template_of(chunk, shard)
-        self._check_size(buffer.nbytes, template.size)
-        self._check_header(buffer, template, chunk, shard)
 
     # ----------------------------------------------------------------- inside
 
@@ -651,7 +490,6 @@ class ObjectFormat:
             before_hashes,
             len(specs) * (HASH_CHARS + 1) - 1,
             after_hashes,
-            _read_spans(slices, base),
             None
             if any(spec.nbytes <= _SHORT for spec in specs)
             else array("q", (base, *(tensor.stop for tensor in slices))),
@@ -683,15 +521,6 @@ class ObjectFormat:
         header = self._before_hashes(template, chunk) + text + template.after_hashes
         return header.ljust(self.data_offset)
 
-    def _check_size(self, found: int, expected: int) -> None:
-        if found == expected:
-            return
-        if found == 0:
-            raise EmptyObject(f"empty object: expected {expected} bytes")
-        if found < expected:
-            raise TruncatedObject(f"truncated object: found {found} bytes, expected {expected}")
-        raise WrongSize(f"object too long: found {found} bytes, expected {expected}")
-
     def _check_header(
         self, view: memoryview, template: _Template, chunk: Chunk, shard: int
     ) -> list[str]:
@@ -709,28 +538,18 @@ class ObjectFormat:
                 return text.decode("ascii").split(",")
         raise self._explain(region, template, chunk, shard)
 
-    def _damaged(
-        self, template: _Template, first: int, found: Sequence[str], expected: Sequence[str]
-    ) -> PayloadDamaged:
-        number = next(n for n, hash_ in enumerate(found) if hash_ != expected[n])
-        name = template.specs[first + number].name
-        return PayloadDamaged(
-            f"payload damaged: tensor {name!r} has hash {found[number]}, expected "
-            f"{expected[number]}"
-        )
-
     def _explain(
         self, region: bytes, template: _Template, chunk: Chunk, shard: int
     ) -> BadObjectError:
-        """Return the typed error for a header region that is not the expected one."""
+        """Return the error for a header region that is not the expected one."""
         try:
             length = int.from_bytes(region[:8], "little")
             if length > max(MAX_HEADER, template.size - 8):
-                raise HeaderTooLarge("not a safetensors file: it does not begin as one")
+                text = "not a safetensors file: it does not begin as one"
+                raise BadObjectError(Defect.HEADER_TOO_LARGE, text)
             if length != self.data_offset - 8:
-                raise WrongHeaderLength(
-                    f"header of {length} bytes: expected {self.data_offset - 8}"
-                )
+                text = f"header of {length} bytes: expected {self.data_offset - 8}"
+                raise BadObjectError(Defect.WRONG_HEADER_LENGTH, text)
             header = parse_header(region[8:])
             expected = {
                 "format": FORMAT,
@@ -747,30 +566,31 @@ class ObjectFormat:
             compare_tensors(header, template.specs)
         except BadObjectError as error:
             return error
-        return HeaderNotCanonical(
-            "the header is equivalent but not canonical (spacing, order or escapes)"
-        )
+        text = "the header is equivalent but not canonical (spacing, order or escapes)"
+        return BadObjectError(Defect.HEADER_NOT_CANONICAL, text)
 
 
-def _fill(reader: ReaderLike, part: memoryview, start: int) -> None:
-    count = reader.read_into(part, start)
-    if count != len(part):
-        raise TransientStorageError(
-            f"short read: found {count} bytes at {start}, expected {len(part)}; "
-            "the object was replaced or its storage is failing"
-        )
+def _check_size(found: int, expected: int) -> None:
+    if found != expected:
+        defect = Defect.WRONG_SIZE if found > expected else Defect.TRUNCATED_OBJECT
+        defect = defect if found else Defect.EMPTY_OBJECT
+        raise BadObjectError(defect, f"found {found} bytes, expected {expected}")
 
 
-class _Continued:
-    """A reader for a buffer that already holds the object's first bytes."""
+def _check_hash(template: _Template, number: int, found: str, hashes: Sequence[str]) -> None:
+    if found != hashes[number]:
+        name = template.specs[number].name
+        text = f"payload damaged: tensor {name!r} has hash {found}, expected {hashes[number]}"
+        raise BadObjectError(Defect.PAYLOAD_DAMAGED, text)
 
-    __slots__ = ("_done", "_reader", "size")
 
-    def __init__(self, reader: ReaderLike, done: int) -> None:
-        self._reader = reader
-        self._done = done
-        self.size = reader.size
-
-    def read_into(self, buffer: memoryview, offset: int) -> int:
-        done = max(0, self._done - offset)
-        return done + self._reader.read_into(buffer[done:], offset + done)
+def _fill(reader: ReaderLike, view: memoryview, start: int) -> None:
+    """Read what fills `view`, in pieces."""
+    for at in range(0, len(view), _READ):
+        part = view[at : at + _READ]
+        count = reader.read_into(part, start + at)
+        if count != len(part):
+            raise TransientStorageError(
+                f"short read: found {count} bytes at {start + at}, expected {len(part)}; "
+                "the object was replaced or its storage is failing"
+            )

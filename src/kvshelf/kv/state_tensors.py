@@ -1,7 +1,7 @@
 """A state as the tensors of the whole model: the form in which a program holds it.
 
 Owns the translation between these tensors and the shards of state objects
-(:mod:`kvshelf.format.plans`), and the checks that they fit a namespace.
+(:mod:`kvshelf.format.tensors`), and the checks that they fit a namespace.
 
 A state is a mapping from names as in state objects, ``<layer>.<part>``, to tensors with the shapes
 that the namespace record states, of the whole model. A part that is not divided (layout

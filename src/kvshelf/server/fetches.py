@@ -33,13 +33,12 @@ from kvshelf.errors import (
     StorageError,
     UnavailableStorageError,
 )
-from kvshelf.format.invalid import WrongSize
 from kvshelf.format.keys import Chunk
 from kvshelf.memory.host_memory import HostMemory
 from kvshelf.memory.places import Slot
 from kvshelf.server.leases import Leases
 from kvshelf.server.messages import Failed, Fault, Ready
-from kvshelf.server.namespaces import HASH, NamedObject, Namespaces, key_of
+from kvshelf.server.namespaces import HASH, NamedObject, Namespaces, key_of, wrong_size
 from kvshelf.server.storage import Storage
 from kvshelf.server.turns import Turns
 from kvshelf.server.workers import ClientGoneError, Workers
@@ -254,12 +253,12 @@ class Fetches:
         if slot is not None:
             if slot.nbytes != want.nbytes:
                 self._memory.unpin(slot)
-                raise WrongSize(f"{want.name}: {want.nbytes} bytes, expected {slot.nbytes}")
+                raise wrong_size(want.name, want.nbytes, slot.nbytes)
             return self._lease(want, slot, outcomes)
         fits = self.free(want.client) >= want.nbytes
         read = self._reads.get(want.key)
         if read is not None and read.slot.nbytes != want.nbytes:
-            raise WrongSize(f"{want.name}: {want.nbytes} bytes, expected {read.slot.nbytes}")
+            raise wrong_size(want.name, want.nbytes, read.slot.nbytes)
         if read is None:
             if want.name.startswith(HASH):
                 raise ObjectMissingError(errno.ENOENT, "it is not in memory", want.name)

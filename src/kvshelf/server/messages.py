@@ -49,7 +49,7 @@ import msgspec
 
 from kvshelf import errors
 from kvshelf.backends.base import WriteMode
-from kvshelf.format import invalid
+from kvshelf.format.invalid import Defect
 
 #: Version of the protocol. Server and client must have the same.
 PROTOCOL: Final = 9
@@ -121,7 +121,7 @@ class Fault(Message, frozen=True, tag="fault"):
     Attributes
     ----------
     kind : str
-        Name of a class of :mod:`kvshelf.errors` or :mod:`kvshelf.format.invalid`.
+        Name of a class of :mod:`kvshelf.errors`, or of a :class:`kvshelf.format.invalid.Defect`.
     text : str
     """
 
@@ -131,27 +131,27 @@ class Fault(Message, frozen=True, tag="fault"):
     @classmethod
     def of(cls, error: BaseException) -> Fault:
         """Return the fault for an error; other errors than kvshelf's become transient ones."""
-        for base in type(error).__mro__:
-            if base.__name__ in _ERRORS:
-                return cls(base.__name__, str(error)[:4096])
+        for kind in (getattr(error, "kind", ""), *(base.__name__ for base in type(error).__mro__)):
+            if kind in _ERRORS or kind in _DEFECTS:
+                return cls(kind, str(error)[:4096])
         text = f"the node server failed: {type(error).__name__}: {error}"
         return cls("TransientStorageError", text[:4096])
 
     def error(self) -> errors.KVShelfError:
         """Return the error as its own class, or a :class:`StorageError` if it is not known."""
+        if self.kind in _DEFECTS:
+            return errors.BadObjectError(Defect(self.kind), self.text)
         return _ERRORS.get(self.kind, errors.StorageError)(self.text)
 
 
-def _error_classes() -> dict[str, type[errors.KVShelfError]]:
-    found = {**vars(errors), **vars(invalid)}
-    return {
-        name: value
-        for name, value in found.items()
-        if isinstance(value, type) and issubclass(value, errors.KVShelfError)
-    }
-
-
-_ERRORS: Final = _error_classes()
+_DEFECTS: Final = {defect.value for defect in Defect}
+_ERRORS: Final = {
+    name: value
+    for name, value in vars(errors).items()
+    if isinstance(value, type) and issubclass(value, errors.KVShelfError)
+}
+# It needs a defect.
+del _ERRORS["BadObjectError"]
 
 
 # ------------------------------------------------------------------------------- session

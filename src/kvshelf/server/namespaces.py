@@ -14,8 +14,8 @@ import errno
 from collections import OrderedDict
 from typing import Final, NamedTuple
 
-from kvshelf.errors import ConfigError, ObjectNameError, UnavailableStorageError
-from kvshelf.format.invalid import WrongSize
+from kvshelf.errors import BadObjectError, ConfigError, ObjectNameError, UnavailableStorageError
+from kvshelf.format.invalid import Defect
 from kvshelf.format.keys import Chunk
 from kvshelf.format.kinds import SHARDS_FIELDS
 from kvshelf.format.names import ParsedName, object_name, parse_path
@@ -132,7 +132,7 @@ class Namespaces:
             If it is not the name of an object.
         UnavailableStorageError
             If its namespace is not registered.
-        WrongSize
+        BadObjectError
             If the object does not have so many bytes.
         """
         parsed = parse_path(name)
@@ -148,8 +148,13 @@ class Namespaces:
         found = NamedObject(name, parsed, known.of_name(parsed))
         expected = found.fmt.object_size(parsed.shard, found.chunk.tokens)
         if nbytes is not None and nbytes != expected:
-            raise WrongSize(f"{name}: {nbytes} bytes, expected {expected}")
+            raise wrong_size(name, nbytes, expected)
         return found
+
+
+def wrong_size(name: str, nbytes: int, expected: int) -> BadObjectError:
+    """Return the error for an object that was asked for with another size."""
+    return BadObjectError(Defect.WRONG_SIZE, f"{name}: {nbytes} bytes, expected {expected}")
 
 
 def _size_of(namespace: Namespace) -> tuple[int, int]:

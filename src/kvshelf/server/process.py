@@ -115,7 +115,7 @@ def serve(
             counters=counters,
             lease_seconds=lease_seconds,
             uses=assembly.uses,
-            hands_over=None if assembly.keeper is None else assembly.keeper.hands_over,
+            hands_over=None if assembly.evictor is None else assembly.evictor.hands_over,
         )
         opened.callback(service.close)
         opened.callback(assembly.uses.close)

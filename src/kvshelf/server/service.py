@@ -395,7 +395,7 @@ class Service:
 
     def _note(self, names: Sequence[str]) -> None:
         if self._uses is not None:
-            self._uses.note_names(self._backend, names)
+            self._uses.note(self._backend, names)
 
     # -------------------------------------------------------------------------- fetches and stores
 

@@ -40,7 +40,7 @@ from kvshelf.errors import (
     KVShelfError,
     ObjectNameError,
 )
-from kvshelf.format.invalid import PayloadDamaged
+from kvshelf.format.invalid import Defect
 from kvshelf.format.keys import Chunk
 from kvshelf.memory.places import Budget, Slot
 from kvshelf.server.fetches import MEMORY_FULL, Fetches, Resources, draining
@@ -195,7 +195,8 @@ class ClientStores:
             return self._storage.publish(store.found, store.source, buffer, store.request.mode)
         Copied(store.source).read_into(buffer, 0)
         if xxhash.xxh3_64_intdigest(buffer) != store.request.checksum:
-            raise PayloadDamaged(f"{store.request.name}: its bytes do not have the given checksum")
+            text = f"{store.request.name}: its bytes do not have the given checksum"
+            raise BadObjectError(Defect.PAYLOAD_DAMAGED, text)
         return WriteResult.CREATED, None, True
 
     def _end(self, store: _Store, outcome: _Outcome | Exception) -> None:

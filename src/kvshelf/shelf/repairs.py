@@ -23,8 +23,8 @@ from typing import Final
 
 from kvshelf.backends import Backend, BytesLike, WriteResult
 from kvshelf.backends.base import probe
-from kvshelf.errors import NotRegularError
-from kvshelf.format.invalid import EmptyObject, TruncatedObject, WrongSize
+from kvshelf.errors import BadObjectError, NotRegularError
+from kvshelf.format.invalid import Defect
 from kvshelf.format.names import parse_path
 from kvshelf.logs import RateLimitedLog
 from kvshelf.shelf.pins import Pins
@@ -33,8 +33,8 @@ logger = logging.getLogger(__name__)
 
 #: Seconds after its last change in which an object of wrong size may still be being copied.
 COPY_SECONDS: Final = 60.0
-#: Defects that a file of the right size does not have.
-_WRONG_SIZE_OR_KIND: Final = (EmptyObject, TruncatedObject, WrongSize, NotRegularError)
+#: Defects that a file of the right size does not have; None is that of what is no file.
+_WRONG_SIZE: Final = (None, Defect.EMPTY_OBJECT, Defect.TRUNCATED_OBJECT, Defect.WRONG_SIZE)
 
 
 class Budget:
@@ -141,7 +141,7 @@ def set_aside(
         if found != size:
             if not _is_surely_of_wrong_size(backend, name):
                 return False
-        elif isinstance(bad, _WRONG_SIZE_OR_KIND):
+        elif isinstance(bad, BadObjectError) and bad.defect in _WRONG_SIZE:
             return False
     if not wanted and (not budget.take(backend.url) or _is_pinned(backend, name)):
         return False

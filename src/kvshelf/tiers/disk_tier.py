@@ -2,7 +2,8 @@
 
 Owns the directory, which is a shelf itself: its objects have the names that they have on the
 shelf. It is filled with the objects that loads have fetched and verified, and with those that are
-stored. A keeper bounds it (:mod:`kvshelf.capacity.keeper`). Any number of processes may share it.
+stored. An evictor bounds it (:mod:`kvshelf.capacity.evictor`). Any number of processes may share
+it.
 
 Contracts
 ---------
@@ -26,7 +27,9 @@ import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Final, TypeAlias
 
 from kvshelf.backends import Backend, BytesLike, WriteResult
@@ -34,7 +37,7 @@ from kvshelf.backends.base import delete_one
 from kvshelf.backends.breaker import DEFAULT_BACKOFF, Backoff
 from kvshelf.backends.guard import GuardedBackend
 from kvshelf.backends.posix import PosixBackend
-from kvshelf.capacity.keeper import Keeper
+from kvshelf.capacity.evictor import Evictor
 from kvshelf.capacity.uses import Uses
 from kvshelf.config import CapacityConfig
 from kvshelf.errors import (
@@ -42,7 +45,6 @@ from kvshelf.errors import (
     BoundReachedError,
     ConfigError,
     NoSpaceStorageError,
-    ObjectMissingError,
     ReadOnlyStorageError,
     StorageError,
     TransientStorageError,
@@ -56,7 +58,7 @@ from kvshelf.metrics import Counters
 from kvshelf.shelf.opening import START_SECONDS, Opening
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.shelf.threads import StorageThreads
-from kvshelf.shelf.view import Hold, NamespaceView, ObjectRef, Presence
+from kvshelf.shelf.view import Hold, ObjectRef, Presence
 from kvshelf.tiers.directories import mark, share_files, take_directory
 
 __all__ = ["DiskTier"]
@@ -65,43 +67,15 @@ logger = logging.getLogger(__name__)
 
 #: Seconds after which a use of the same copy is recorded again.
 _USE_SECONDS: Final = 0.5
+#: Seconds for which queued copies are written at the end.
 _CLOSE_SECONDS: Final = 1.0
-#: What its keeper counts, as the tier's.
-_COUNTED: Final = {
-    "shelf_evicted_objects": "disk_tier_evicted_objects",
-    "shelf_evicted_bytes": "disk_tier_evicted_bytes",
-    "shelf_used_bytes": "disk_tier_used_bytes",
-}
-
-
-class _TierGuard(GuardedBackend):
-    """A guard whose log lines name the effect on a disk tier."""
-
-    without_reads = (
-        "the disk tier is not used, objects are loaded from the shelf; it is retried in the"
-        " background"
-    )
-    without_writes = (
-        "no objects are copied to the disk tier until a write succeeds again; loads from it"
-        " continue"
-    )
-
-
-class _KeeperCounters(Counters):
-    """Counts what a tier's keeper does."""
-
-    def __init__(self, tier: Counters) -> None:
-        super().__init__()
-        self._tier = tier
-
-    def add(self, name: str, amount: float = 1) -> None:
-        if name in _COUNTED:
-            self._tier.add(_COUNTED[name], amount)
-
-    def set_gauge(self, name: str, value: float) -> None:
-        if name in _COUNTED:
-            self._tier.set_gauge(_COUNTED[name], value)
-
+#: What log lines say while the circuit breakers of the directory are open.
+_WITHOUT_READS: Final = (
+    "the disk tier is not used, objects are loaded from the shelf; it is retried in the background"
+)
+_WITHOUT_WRITES: Final = (
+    "no objects are copied to the disk tier until a write succeeds again; loads from it continue"
+)
 
 #: An object: its chunk's key, its kind and shard.
 _Key: TypeAlias = "tuple[bytes, Kind, int]"
@@ -120,22 +94,6 @@ class _Copy:
 
 def _key(fmt: ObjectFormat, ref: ObjectRef) -> _Key:
     return ref.chunk.key, fmt.kind, ref.shard
-
-
-class _PassOn:
-    """Passes late calls of the tier's threads on to the watchers of the storages behind it."""
-
-    def __init__(self, tier: DiskTier) -> None:
-        self._tier = tier
-
-    def on_late_call(self, thread: int) -> bool:
-        guards = [guard for known in self._tier._before if (guard := known()) is not None]
-        # Notify every watcher, also after one has answered yes.
-        late = [watcher.on_late_call(thread) for guard in guards for watcher in guard.watchers]
-        return any(late)
-
-    def on_reads_open(self) -> None:
-        """Do nothing: objects are loaded from the shelf."""
 
 
 class DiskTier:
@@ -194,7 +152,7 @@ class DiskTier:
         self._refused = False
         self._threads: StorageThreads | None = None
         self._directory: PosixBackend | None = None
-        self._keeper: Keeper | None = None
+        self._evictor: Evictor | None = None
         self._closing = threading.Event()
         self._opening = Opening(
             f"the disk tier {self.path}",
@@ -203,9 +161,6 @@ class DiskTier:
         )
         if open_seconds is not None:
             self.wait_open(open_seconds)
-
-    def __repr__(self) -> str:
-        return f"DiskTier({self.path!r}, {self.max_bytes})"
 
     # ---------------------------------------------------------------------------------- opening
 
@@ -227,17 +182,19 @@ class DiskTier:
             self._directory = directory
         for shelf in shelves:
             self.check_disjoint(shelf)
-        guard = _TierGuard(directory, backoff=self._backoff)
+        guard = GuardedBackend(directory, backoff=self._backoff)
+        guard.without_reads = _WITHOUT_READS
+        guard.without_writes = _WITHOUT_WRITES
         guard.count_into(self._count)
-        guard.watch(_PassOn(self))
-        opened = Shelf(guard)
-        self._keeper = Keeper(
+        guard.watch(self)
+        self._evictor = Evictor(
             guard,
             CapacityConfig(max_bytes=self.max_bytes),
-            _KeeperCounters(self._counters),
+            self._counters,
+            prefix="disk_tier_",
             on_thread_start=self._on_thread_start,
         )
-        return opened
+        return Shelf(guard)
 
     def check_disjoint(self, backend: Backend) -> None:
         """Refuse a shelf that has files in common with this directory.
@@ -274,6 +231,16 @@ class DiskTier:
             others = [known for known in self._before if known() not in (None, guard)]
             self._before = [*others, weakref.ref(guard)]
 
+    def on_late_call(self, thread: int) -> bool:
+        """Tell the watchers of all attached guards that one of their threads may be stuck here."""
+        guards = [guard for known in self._before if (guard := known()) is not None]
+        # Notify every watcher, also after one has answered yes.
+        late = [watcher.on_late_call(thread) for guard in guards for watcher in guard.watchers]
+        return any(late)
+
+    def on_reads_open(self) -> None:
+        """Do nothing: objects are loaded from the shelf."""
+
     # ------------------------------------------------------------------------------------ loads
 
     @property
@@ -290,12 +257,6 @@ class DiskTier:
         """The directory as a shelf; None while it is not open, or if it must not be used."""
         return None if self._refused else self._opening.get()
 
-    @property
-    def guard(self) -> GuardedBackend | None:
-        """The guard of all calls to the directory; None while it is not open."""
-        shelf = self._opening.get()
-        return None if shelf is None else shelf.backend
-
     def holds(self, fmt: ObjectFormat, refs: Sequence[ObjectRef]) -> list[bool]:
         """Return of which objects there are copies of the right size."""
         shelf = self._available()
@@ -305,12 +266,7 @@ class DiskTier:
 
     def load(self, fmt: ObjectFormat, ref: ObjectRef, buffer: memoryview) -> bool:
         """Read and verify a copy. A bad one is removed, and counts as none."""
-
-        def read(view: NamespaceView) -> Chunk:
-            view.load(ref, buffer)
-            return ref.chunk
-
-        return self._load(fmt, ref, buffer, read) is not None
+        return self._load(fmt, ref, buffer) is not None
 
     def load_named(self, fmt: ObjectFormat, parsed: ParsedName, buffer: memoryview) -> Chunk | None:
         """Read and verify a copy of which only the name is known; None if there is no good one.
@@ -319,42 +275,34 @@ class DiskTier:
         """
         ref = ObjectRef(fmt.named_chunk(parsed), parsed.shard)
         # Folders have other names in the tier.
-        parsed = replace(parsed, namespace=None)
-        return self._load(fmt, ref, buffer, lambda view: view.load_named(parsed, buffer))
+        return self._load(fmt, ref, buffer, replace(parsed, namespace=None))
 
     def _load(
-        self,
-        fmt: ObjectFormat,
-        ref: ObjectRef,
-        buffer: memoryview,
-        read: Callable[[NamespaceView], Chunk],
+        self, fmt: ObjectFormat, ref: ObjectRef, buffer: memoryview, name: ParsedName | None = None
     ) -> Chunk | None:
-        shelf = self._available()
+        shelf, chunk = self._available(), ref.chunk
         if shelf is None:
             return None
         view = shelf.view(fmt)
         try:
-            chunk = read(view)
-        except ObjectMissingError:
-            return None
+            if name is None:
+                view.load(ref, buffer)
+            else:
+                chunk = view.load_named(name, buffer)
         except BadObjectError as error:
-            self._remove_bad(view, ref, error)
+            self._counters.add("disk_tier_bad_objects")
+            text = "a copy in the disk tier %s was bad and is removed: %s"
+            self._log.warning(text, self.path, error)
+            with suppress(StorageError):
+                delete_one(view.backend, view.name(ref))
             return None
         except StorageError as error:
             logger.debug("a copy could not be read: %s", error)
             return None
         self._counters.add("disk_tier_loaded_objects")
         self._counters.add("disk_tier_loaded_bytes", len(buffer))
-        self._uses.note_names(view.backend, [view.name(ref)])
+        self._uses.note(view.backend, [view.name(ref)])
         return chunk
-
-    def _remove_bad(self, view: NamespaceView, ref: ObjectRef, error: BadObjectError) -> None:
-        self._counters.add("disk_tier_bad_objects")
-        self._log.warning("a copy in the disk tier %s was bad and is removed: %s", self.path, error)
-        try:
-            delete_one(view.backend, view.name(ref))
-        except StorageError as failure:
-            logger.debug("a bad copy could not be removed: %s", failure)
 
     # ----------------------------------------------------------------------------------- copies
 
@@ -376,16 +324,13 @@ class DiskTier:
         return 0 if shelf is None else sum(self._remove(shelf, fmt, ref) for ref in refs)
 
     def _remove(self, shelf: Shelf, fmt: ObjectFormat, ref: ObjectRef) -> bool:
-        key = _key(fmt, ref)
+        key, seconds = _key(fmt, ref), shelf.backend.deadlines.write
         with self._work:
             waiting = self._copies.pop(key, None)
             self._work.notify_all()
-            if not self._work.wait_for(
-                lambda: key not in self._writing, shelf.backend.deadlines.write
-            ):
-                raise TransientStorageError(
-                    errno.ETIMEDOUT, "a copy is being written and cannot be removed", self.path
-                )
+            if not self._work.wait_for(lambda: key not in self._writing, seconds):
+                text = "a copy is being written and cannot be removed"
+                raise TransientStorageError(errno.ETIMEDOUT, text, self.path)
         if waiting is not None:
             waiting.release()
         return shelf.view(fmt).delete(ref) or waiting is not None
@@ -408,17 +353,18 @@ class DiskTier:
     def _start_thread(self) -> bool:
         """Start the thread if needed; return whether there is one. The caller holds the lock."""
         if self._threads is None:
-            guard, keeper = self.guard, self._keeper
-            assert guard is not None and keeper is not None
+            shelf, evictor = self._opening.get(), self._evictor
+            assert shelf is not None and evictor is not None
             # Not before it is known that this is no shelf.
-            keeper.start()
+            evictor.start()
+            stuck, on_start = partial(self._counters.add, "stuck_threads"), self._on_thread_start
             self._threads = StorageThreads(
                 "kvshelf-tier",
                 1,
                 self._run,
-                guard,
-                count_stuck=lambda: self._counters.add("stuck_threads"),
-                on_thread_start=self._on_thread_start,
+                shelf.backend,
+                count_stuck=stuck,
+                on_thread_start=on_start,
             )
             try:
                 self._threads.start()
@@ -432,29 +378,28 @@ class DiskTier:
     def _next(self) -> _Copy | None:
         """Wait for a copy to write; None at the end."""
         with self._work:
-            while True:
-                if self._copies:
-                    key, copy = self._copies.popitem(last=False)
-                    self._writing.append(key)
-                    return copy
-                if self._closing.is_set():
-                    return None
-                self._work.wait()
+            self._work.wait_for(lambda: self._copies or self._closing.is_set())
+            if not self._copies:
+                return None
+            key, copy = self._copies.popitem(last=False)
+            self._writing.append(key)
+            return copy
 
     def _run(self) -> None:
         shelf = self._opening.get()
         assert self._threads is not None and shelf is not None
         while not self._threads.replaced() and (item := self._next()) is not None:
             try:
-                self._write(shelf, item)
+                if (size := memoryview(item.buffer).nbytes) > self.max_bytes or self._refused:
+                    self._counters.add("disk_tier_dropped_objects")
+                    continue
+                mark(shelf.backend)
+                if shelf.view(item.fmt).publish(item.ref, item.buffer) is not WriteResult.EXISTED:
+                    self._counters.add("disk_tier_stored_bytes", size)
             except StorageError as error:
                 # The guard logs it where the whole directory takes no writes or fails.
-                logged = error.retryable or isinstance(
-                    error, BoundReachedError | NoSpaceStorageError | ReadOnlyStorageError
-                )
-                if logged:
-                    logger.debug("the disk tier was not written to: %s", error)
-                else:
+                known = BoundReachedError | NoSpaceStorageError | ReadOnlyStorageError
+                if not (error.retryable or isinstance(error, known)):
                     self._log.warning("the disk tier %s was not written to: %s", self.path, error)
                 self._counters.add("disk_tier_dropped_objects")
             except Exception as error:
@@ -464,16 +409,6 @@ class DiskTier:
                     self._writing.remove(_key(item.fmt, item.ref))
                     self._work.notify_all()
                 item.release()
-
-    def _write(self, shelf: Shelf, item: _Copy) -> None:
-        size = memoryview(item.buffer).nbytes
-        if size > self.max_bytes or self._refused:
-            self._counters.add("disk_tier_dropped_objects")
-            return
-        mark(shelf.backend)
-        result = shelf.view(item.fmt).publish(item.ref, item.buffer)
-        if result is not WriteResult.EXISTED:
-            self._counters.add("disk_tier_stored_bytes", size)
 
     # ---------------------------------------------------------------------------------- the end
 
@@ -500,6 +435,6 @@ class DiskTier:
         if self._threads is not None:
             self._threads.close()
             self._threads.join(_CLOSE_SECONDS)
-        if self._keeper is not None:
-            self._keeper.close()
+        if self._evictor is not None:
+            self._evictor.close()
         self._opening.close()

@@ -146,42 +146,36 @@ class PinningView(NamespaceView):
         try:
             copy_bytes(buffer, pinned.view)
             if not pinned.valid():
-                raise TransientStorageError(
-                    errno.ESTALE,
-                    "the memory was taken back while it was read",
-                    f"{self.backend.url}/{self._base(ref)}",
-                )
+                text, name = "the memory was taken back while it was read", self._base(ref)
+                raise TransientStorageError(errno.ESTALE, text, f"{self.backend.url}/{name}")
         finally:
             pinned.release()
         return True
 
     def _pin(self, ref: ObjectRef) -> Pinned | None:
-        size = self.size(*ref)
-        folders = self._find_folders()
-        base = self._base(ref)
-        begin = time.monotonic()
+        size, base, begin = self.size(*ref), self._base(ref), time.monotonic()
+        *others, last = self._find_folders()
         try:
-            for folder in folders[:-1]:
+            for folder in others:
                 with contextlib.suppress(ObjectMissingError):
                     pinned = self._pin_named(f"{folder}/{base}", size)
                     break
             else:
-                pinned = self._pin_named(f"{folders[-1]}/{base}", size)
+                pinned = self._pin_named(f"{last}/{base}", size)
         except BadObjectError as bad:
             self.set_aside(ref, bad)
             raise
         if pinned is None:
             return None
-        try:
-            self.fmt.verify_header(pinned.view, *ref)
-        except BadObjectError as error:
-            # The object on the storage is read and verified as any other.
-            pinned.release()
-            self._log.warning("bytes in memory are not those of %s: %s", base, error)
-            return None
-        except BaseException:
-            pinned.release()
-            raise
+        with contextlib.ExitStack() as undo:
+            undo.callback(pinned.release)
+            try:
+                self.fmt.verify(pinned.view, *ref, payload=False)
+            except BadObjectError as error:
+                # The object on the storage is read and verified as any other.
+                self._log.warning("bytes in memory are not those of %s: %s", base, error)
+                return None
+            undo.pop_all()
         self._counters.observe("read", time.monotonic() - begin)
         return pinned
 

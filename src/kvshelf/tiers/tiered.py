@@ -1,8 +1,7 @@
 """Joins tiers and a shelf. A tier is a faster copy in front of a shelf.
 
-Owns the shape of a tier (:class:`Tier`), the shelf that looks into tiers first
-(:class:`TieredShelf`), and how a shelf is opened together with its disk tier
-(:func:`open_configured`). The disk tier is :mod:`kvshelf.tiers.disk_tier`, the memory tier
+Owns the shape of a tier (:class:`Tier`), and the shelf that looks into tiers first
+(:class:`TieredShelf`). The disk tier is :mod:`kvshelf.tiers.disk_tier`, the memory tier
 :mod:`kvshelf.tiers.memory_tier`.
 
 Contracts
@@ -17,21 +16,14 @@ Contracts
 
 from __future__ import annotations
 
-import contextlib
-import logging
-import os
-import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from collections.abc import Sequence
+from typing import Protocol, TypeAlias
 
-from kvshelf.backends import Backend, BytesLike, WriteResult, open_backend
+from kvshelf.backends import BytesLike, WriteResult
 from kvshelf.backends.guard import GuardedBackend
-from kvshelf.config import Config, default_shelf_path
 from kvshelf.format.keys import Chunk
 from kvshelf.format.objects import ObjectFormat
-from kvshelf.metrics import Counters
-from kvshelf.shelf.opening import START_SECONDS, TIERED_SECONDS, LateBackend, Opening
-from kvshelf.shelf.shelf import Shelf, open_shelf
+from kvshelf.shelf.shelf import Shelf
 from kvshelf.shelf.view import (
     FailedRead,
     Hold,
@@ -41,13 +33,6 @@ from kvshelf.shelf.view import (
     Presence,
     ShelfView,
 )
-from kvshelf.tiers.directories import refuse_tier
-from kvshelf.urls import shown_url
-
-if TYPE_CHECKING:
-    from kvshelf.tiers.disk_tier import DiskTier
-
-logger = logging.getLogger(__name__)
 
 
 class Tier(Protocol):
@@ -109,13 +94,11 @@ class TieredView(ShelfView):
         answers: list[Presence | None] = [unknown] * len(refs)
         asked: Sequence[int] = range(len(refs))
         for tier in self._tiers:
-            if not asked:
-                return answers
-            held_flags = tier.holds(self.fmt, [refs[i] for i in asked])
-            for i, here in zip(asked, held_flags, strict=True):
-                if here:
-                    answers[i] = Presence.PRESENT
-            asked = [i for i, here in zip(asked, held_flags, strict=True) if not here]
+            held = tier.holds(self.fmt, [refs[i] for i in asked]) if asked else []
+            found = {i for i, here in zip(asked, held, strict=True) if here}
+            for i in found:
+                answers[i] = Presence.PRESENT
+            asked = [i for i in asked if i not in found]
         if asked and self._ask_shelf:
             further = self._shelf.nearby([refs[i] for i in asked])
             for i, answer in zip(asked, further, strict=True):
@@ -238,125 +221,3 @@ class TieredShelf:
 
 #: A shelf with or without tiers.
 AnyShelf: TypeAlias = Shelf | TieredShelf
-
-
-def open_late(
-    url: str | os.PathLike[str],
-    tier: DiskTier | None,
-    *,
-    storage_options: Mapping[str, Any] | None = None,
-    read_only: bool = False,
-    counters: Counters | None = None,
-) -> Shelf:
-    """Open a shelf, also when it does not answer now.
-
-    The objects in its tier can be loaded meanwhile.
-
-    Parameters
-    ----------
-    url, storage_options, read_only, counters
-        As for :func:`kvshelf.shelf.shelf.open_shelf`.
-    tier : DiskTier or None
-        The disk tier in front of it.
-
-    Raises
-    ------
-    ConfigError, StorageError
-        If the shelf cannot be opened, and waiting would not help.
-    """
-
-    def make() -> Backend:
-        opened = open_backend(url, storage_options=storage_options, read_only=read_only)
-        try:
-            if tier is not None:
-                tier.check_disjoint(opened)
-            refuse_tier(opened)
-        except BaseException:
-            opened.close()
-            raise
-        return opened
-
-    if tier is None:
-        seconds, meanwhile = START_SECONDS, "nothing is found or stored"
-    else:
-        seconds = TIERED_SECONDS
-        meanwhile = f"only objects in the disk tier {tier.path} can be loaded"
-    opening = Opening(shown_url(url), make)
-    backend = opening.first(seconds, meanwhile) or LateBackend(opening)
-    return Shelf(backend, counters)
-
-
-def shelf_url(config: Config) -> str:
-    """Return where the shelf of `config` is; logs a warning if it is a default."""
-    if config.shared_storage_path is not None:
-        return config.shared_storage_path
-    url = str(default_shelf_path())
-    logger.warning(
-        "shared_storage_path is not set: KV is kept in %s, which only this user on this machine"
-        " can read. Set it to a directory or URL that your engines share.",
-        url,
-    )
-    return url
-
-
-def open_configured(
-    url: str,
-    config: Config,
-    counters: Counters,
-    *,
-    late: bool = False,
-    on_thread_start: Callable[[], None] | None = None,
-) -> tuple[Shelf, DiskTier | None]:
-    """Open the shelf of a configuration, and its disk tier if it has one. May block.
-
-    Behind a disk tier the shelf may open later, see :func:`open_late`.
-
-    Parameters
-    ----------
-    url : str
-        Where the shelf is, see :func:`shelf_url`.
-    config : Config
-    counters : Counters
-        Counts what both do.
-    late : bool
-        The shelf may open later without a disk tier, too. Nothing is found meanwhile.
-    on_thread_start : Callable, optional
-        Called first on the tier's thread, to set its processors.
-
-    Raises
-    ------
-    ConfigError, StorageError
-        If the shelf or the tier cannot be opened, and waiting would not help; without a disk
-        tier also if the storage does not answer, unless it may be `late`.
-    """
-    options: dict[str, Any] = {
-        "storage_options": config.storage_options,
-        "read_only": config.read_only,
-        "counters": counters,
-    }
-    place = config.disk_tier
-    with contextlib.ExitStack() as undo:
-        if place is None:
-            shelf = open_late(url, None, **options) if late else open_shelf(url, **options)
-            undo.callback(shelf.close)
-            refuse_tier(shelf.backend)
-            undo.pop_all()
-            return shelf, None
-        # It needs torch, and most engines do not need it.
-        from kvshelf.tiers.disk_tier import DiskTier
-
-        begin = time.monotonic()
-        tier = DiskTier(
-            place.path,
-            place.max_bytes,
-            counters=counters,
-            open_seconds=None,
-            on_thread_start=on_thread_start,
-        )
-        undo.callback(tier.close)
-        shelf = open_late(url, tier, **options)
-        undo.callback(shelf.close)
-        # Both are opened at the same time.
-        tier.wait_open(max(0.0, begin + TIERED_SECONDS - time.monotonic()))
-        undo.pop_all()
-    return shelf, tier

@@ -21,7 +21,7 @@ Contracts
 Threads
 -------
 :func:`copy_shelf` lists and probes on the calling thread and copies on the threads of
-:mod:`kvshelf.capacity.parallel`; large objects are copied one after another. `on_progress` and
+:mod:`kvshelf.tools.work`; large objects are copied one after another. `on_progress` and
 `on_problem` are called on any of these threads, one call at a time.
 """
 
@@ -36,7 +36,7 @@ from itertools import chain, groupby, islice
 from operator import attrgetter
 from typing import Final
 
-from kvshelf.capacity.parallel import Work, threads_for
+from kvshelf.capacity.parallel import threads_for
 from kvshelf.errors import ConfigError, NotRegularError, ObjectNameError, StorageError
 from kvshelf.format.keys import Chunk
 from kvshelf.format.names import ParsedName, parse_path
@@ -45,6 +45,7 @@ from kvshelf.shelf.shelf import Shelf
 from kvshelf.shelf.view import ObjectRef, Presence, find_together
 from kvshelf.tools.prompt_objects import known_format, prompt_objects
 from kvshelf.tools.prompts import Prompt, TokenPrompt
+from kvshelf.tools.work import Work
 
 #: Objects that are probed at the target at once.
 _BATCH: Final = 256

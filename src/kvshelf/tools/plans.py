@@ -20,16 +20,17 @@ from array import array
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import repeat
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from kvshelf.capacity.keeper import LOW
 from kvshelf.capacity.keepers import NEVER_OLD, time_for_ages
+from kvshelf.capacity.limits import HOUR, LOW
+from kvshelf.capacity.order import aged, same_age, score
 from kvshelf.capacity.parallel import in_parallel, threads_for_calls
 from kvshelf.capacity.visit import (
-    HOUR,
+    REASONS_OF_UNITS,
     Leftover,
     Part,
     Picked,
@@ -37,11 +38,8 @@ from kvshelf.capacity.visit import (
     Rules,
     Total,
     Unit,
-    aged,
     is_old,
     reason_to_delete,
-    same_age,
-    score,
 )
 from kvshelf.errors import StorageError, size_text
 from kvshelf.shelf.pins import Pins
@@ -50,9 +48,6 @@ from kvshelf.tools.listing import list_parts
 from kvshelf.tools.prompt_objects import known_formats, prompt_objects
 from kvshelf.tools.prompts import Prompt, TokenPrompt
 from kvshelf.tools.usage import Row
-
-#: Reasons for which objects are deleted.
-_OF_UNITS: Final = {Reason.TAIL, Reason.AGE, Reason.GROUP, Reason.SIZE, Reason.CHOSEN}
 
 
 @dataclass(slots=True)
@@ -83,7 +78,7 @@ class Plan:
     now, old_at : float
         When it was made, and the time by which ages count, in seconds since the epoch.
     same : float
-        See :func:`kvshelf.capacity.visit.score`.
+        See :func:`kvshelf.capacity.order.score`.
     cuts : dict of str and float
         Scores from which on bounds delete, see :data:`kvshelf.capacity.visit.Cuts`.
     """
@@ -132,7 +127,7 @@ class Plan:
     def choose(self, reason: Reason, nbytes: int, count: int = 1) -> None:
         """Count files that are deleted."""
         self.chosen.setdefault(reason, Total()).add(nbytes, count)
-        if reason in _OF_UNITS:
+        if reason in REASONS_OF_UNITS:
             self.freed += nbytes
 
 
@@ -143,7 +138,7 @@ class _Group:
     Attributes
     ----------
     aged, place, nbytes, files : array
-        Of each unit, see :func:`kvshelf.capacity.visit.score`.
+        Of each unit, see :func:`kvshelf.capacity.order.score`.
     held : int
         Bytes of all units, also of those that it may not delete.
     """

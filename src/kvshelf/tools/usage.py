@@ -18,7 +18,8 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from kvshelf.backends import Backend, Space
-from kvshelf.capacity.visit import DAY, HOUR, Total, Unit
+from kvshelf.capacity.limits import DAY, HOUR
+from kvshelf.capacity.visit import Total, Unit
 from kvshelf.errors import StorageError
 from kvshelf.tools.listing import list_parts
 

@@ -28,7 +28,7 @@ Contracts
 Threads
 -------
 :func:`verify_shelf` lists on the calling thread and reads on the threads of
-:mod:`kvshelf.capacity.parallel`, with about a MiB of memory for each. `on_progress` and
+:mod:`kvshelf.tools.work`, with about a MiB of memory for each. `on_progress` and
 `on_problem` are called on any of these threads, one call at a time.
 """
 
@@ -42,7 +42,7 @@ from typing import Any, NamedTuple
 
 from kvshelf.backends import Backend, Reader
 from kvshelf.capacity.keepers import time_for_ages
-from kvshelf.capacity.parallel import Work, threads_for
+from kvshelf.capacity.parallel import threads_for
 from kvshelf.capacity.visit import Leftover, Part, Rules, delete, is_old
 from kvshelf.errors import (
     BadObjectError,
@@ -59,6 +59,7 @@ from kvshelf.shelf.pins import PINS, Pins, pin_file
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.tools.listing import list_parts, storage_time
 from kvshelf.tools.prompt_objects import known_format
+from kvshelf.tools.work import Work
 
 #: Formats by folder; None where the description is no use.
 _Formats = dict[str, ObjectFormat | None]
@@ -212,7 +213,7 @@ def verify_shelf(
             work.run_over(items, lambda item: _verify(shelf, item, work, repair), threads)
             if repair and old:
                 outcome = delete(backend, ((one, one.reason) for one in old), now=now)
-                work.count(removed=outcome.count)
+                work.count(removed=outcome.deleted.total())
                 if outcome.error is not None:
                     raise outcome.error
             for name, problem in _damaged_pins(backend) if folders is None else ():
@@ -316,14 +317,14 @@ def _verify(shelf: Shelf, item: _Item, work: Work[VerifyReport], repair: bool) -
         named = None if isinstance(bad, ObjectNameError) else size
         moved = repair and shelf.view(item.fmt).set_aside_named(item.name, named, bad)
         stays = "" if moved or not repair else "; it stays: it changed within the last minute"
-        work.problem("bad", item.name, f"{type(bad).__name__}: {bad}{stays}")
+        work.problem("bad", item.name, f"{bad.kind}: {bad}{stays}")
         return work.count(moved=int(moved))
     return work.count(bytes=size, intact=1)
 
 
 def _read(backend: Backend, own: ObjectFormat, item: _Item) -> None:
     with backend.open(item.name) as reader:
-        own.check_named(reader, item.parsed)
+        own.read_named(reader, item.parsed)
 
 
 def read_header(reader: Reader) -> dict[str, Any]:

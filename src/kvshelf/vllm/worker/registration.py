@@ -311,7 +311,7 @@ class Registration:
         ]
         self.transfers = transfers = Transfers(contexts)
         self.promises = Promises(
-            counters, keeper=self.assembly.keeper, on_thread_start=widen_cpu_affinity
+            counters, evictor=self.assembly.evictor, on_thread_start=widen_cpu_affinity
         )
         assert self.host is not None
         self.host.grow()

@@ -1,4 +1,4 @@
-"""A keeper: when it visits, what it deletes then, and what stores may write."""
+"""A evictor: when it visits, what it deletes then, and what stores may write."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ import pytest
 
 from kvshelf.backends.base import Space
 from kvshelf.backends.oserrors import no_space, storage_error
-from kvshelf.capacity import keeper as keeper_module
-from kvshelf.capacity import keepers
-from kvshelf.capacity.keeper import least_free
-from kvshelf.capacity.visit import DAY, FANS, HOUR, KEEPERS
+from kvshelf.capacity import evictor as evictor_module
+from kvshelf.capacity import keepers, limits
+from kvshelf.capacity.budget import least_free
+from kvshelf.capacity.limits import DAY, FANS, HOUR
+from kvshelf.capacity.visit import KEEPERS
 from kvshelf.errors import (
     BoundReachedError,
     NoSpaceStorageError,
@@ -62,8 +63,8 @@ def test_without_bounds_only_leftovers_go(place: Place) -> None:
     left = place.write(
         f"{FMT.namespace.folder}/_/aa/.{'aa' * 32}-0-0of2.safetensors.{'0' * 16}.tmp", age=2 * HOUR
     )
-    keeper = place.keeper()
-    place.round(keeper)
+    evictor = place.evictor()
+    place.round(evictor)
     assert place.objects().isdisjoint(tail) and len(place.objects()) == 5 * FMT.shards
     assert not left.exists()
     assert place.count("leftovers_deleted") == len(tail) + 1
@@ -76,20 +77,19 @@ def test_above_the_bound_the_oldest_go_and_of_a_prompt_its_end(
     caplog.set_level(logging.INFO)
     old = place.put(FMT, chunks(10), age=10 * HOUR)
     new = place.put(FMT, chunks(10, seed=7), age=9 * HOUR, used=HOUR)
-    place.round(place.keeper(max_bytes=16 * SIZE))
+    place.round(place.evictor(max_bytes=16 * SIZE))
     left = place.objects()
     assert set(new) < left and len(left) <= 0.93 * 16 * FMT.shards
     assert {name for name in old if name in left} == set(old[: len(left) - len(new)])
     assert place.count("shelf_evicted_objects") == 20 * FMT.shards - len(left)
     line = next(record.message for record in caplog.records if "deleted" in record.message)
-    assert f"{FMT.namespace.folder}/_: " in line and "(max_bytes)" in line
-    assert f"the oldest unused for {10 * HOUR:.0f}" in line
+    assert f"(size {20 * FMT.shards - len(left)})" in line
 
 
 def test_what_was_not_used_for_max_age_goes_and_nothing_else(place: Place) -> None:
     old = place.put(FMT, chunks(3), age=3 * DAY)
     used = place.put(FMT, chunks(3, seed=1), age=3 * DAY, used=DAY)
-    place.round(place.keeper(max_age="2d"))
+    place.round(place.evictor(max_age="2d"))
     assert place.objects() == set(used) and old
 
 
@@ -98,7 +98,7 @@ def test_a_group_has_a_quota_and_pushes_out_no_other(place: Place) -> None:
     place.put(FMT, mine, age=HOUR)
     others = place.put(FMT, [salted(chunk, "cd" * 8) for chunk in chunks(9)], age=9 * HOUR)
     bare = place.put(FMT, chunks(30), age=9 * HOUR)
-    place.round(place.keeper(group_max_bytes=10 * SIZE))
+    place.round(place.evictor(group_max_bytes=10 * SIZE))
     left = place.objects()
     assert {*others, *bare} <= left
     assert 8 <= sum(f"/{GROUP}/" in name for name in left) / FMT.shards <= 9.3
@@ -121,12 +121,12 @@ def test_pins_keep_what_they_name_and_do_not_lift_the_bound(
     pinned = place.put(FMT, chunks(5), age=9 * DAY)
     place.put(FMT, chunks(5, seed=1), age=HOUR)
     Pins.add(place.backend, "x", Pin(keys=[chunk.key for chunk in chunks(5)]))
-    keeper = place.keeper(max_bytes=4 * SIZE, max_age="1d")
+    evictor = place.evictor(max_bytes=4 * SIZE, max_age="1d")
     # The first visit deletes something, and the next one shows that no more will.
     for soon in (True, False):
-        place.round(keeper)
+        place.round(evictor)
         assert place.objects() == set(pinned)
-        assert keeper.allows(SIZE) is soon
+        assert evictor.allows(SIZE) is soon
     assert "of max_bytes" in caplog.text
 
 
@@ -138,11 +138,11 @@ def test_empty_file_with_the_name_of_a_pinned_chunk_takes_no_pin(place: Place, m
         name = f"{chunk.key.hex()}-{middle.format(index=chunk.index)}-0of1.safetensors"
         folder = f"{FMT.namespace.folder}/_/{name[:2]}"
         place.write(f"{folder}/{name}", b"", age=9 * DAY)
-    place.round(place.keeper())
+    place.round(place.evictor())
     assert set(names) <= place.objects()
     # Nor is a chunk that is not pinned the first to go.
     place.path(f"{PINS}/x.json").unlink()
-    place.round(place.keeper(max_bytes=8 * SIZE))
+    place.round(place.evictor(max_bytes=8 * SIZE))
     left = {name.split("-")[-2] for name in place.objects() & set(names)}
     assert left == {str(index) for index in range(len(left))} and len(left) >= 6
 
@@ -152,13 +152,13 @@ def test_pin_of_a_later_version_keeps_everything_and_is_named(
 ) -> None:
     names = place.put(FMT, chunks(5), age=9 * DAY)
     place.write(f"{PINS}/x.json", b'{"version": 99}')
-    place.round(place.keeper(max_bytes=SIZE))
+    place.round(place.evictor(max_bytes=SIZE))
     assert place.objects() == set(names)
     assert "the pin x is not known" in caplog.text
     # Nor is anything deleted while pins cannot be read.
     place.faults.add(Fault("list", f"{PINS}/*", error=TransientStorageError(errno.EIO, "down")))
     with pytest.raises(TransientStorageError):
-        place.round(place.keeper(max_bytes=SIZE))
+        place.round(place.evictor(max_bytes=SIZE))
     assert place.objects() == set(names)
 
 
@@ -169,11 +169,11 @@ def test_ages_pause_while_clocks_differ_and_bounds_hold(
     place.later.ahead = 3 * DAY + 2 * HOUR
     place.put(FMT, chunks(10), age=9 * DAY)
     place.put(FMT, [tail_of()], age=9 * DAY)
-    keeper = place.keeper(max_age="1d")
-    place.round(keeper)
+    evictor = place.evictor(max_age="1d")
+    place.round(evictor)
     assert len(place.objects()) == 11 * FMT.shards
     assert "nothing is deleted because of its age" in caplog.text
-    place.round(place.keeper(max_bytes=5 * SIZE))
+    place.round(place.evictor(max_bytes=5 * SIZE))
     assert len(place.objects()) <= 5 * FMT.shards
     assert place.counters.gauges()["clock_difference_seconds"] >= 2 * HOUR
 
@@ -186,7 +186,7 @@ def test_a_folder_that_cannot_be_listed_is_named_and_the_rest_is_bounded(
     place.faults.add(
         Fault("entries", f"{bad}/*", error=TransientStorageError(errno.EIO, "bad block", bad))
     )
-    place.round(place.keeper(max_bytes=20 * SIZE))
+    place.round(place.evictor(max_bytes=20 * SIZE))
     left = place.objects()
     inside = {name for name in names if name.startswith(f"{bad}/")}
     assert inside <= left and len(left) - len(inside) <= 19 * FMT.shards
@@ -208,28 +208,28 @@ def test_visit_with_a_file_that_cannot_be_deleted_deletes_the_others(
         place.write(name, age=2 * HOUR)
     error, tried = storage_error(OSError(code, "bad"), "x", name), list[float]()
     place.faults.add(Fault(operation, name, error=lambda: tried.append(time.monotonic()) or error))
-    keeper = place.keeper(max_bytes=10 * SIZE)
+    evictor = place.evictor(max_bytes=10 * SIZE)
     for turn in range(8):
         place.put(FMT, chunks(1, seed=9 + turn))
-        place.round(keeper)
+        place.round(evictor)
     assert len(place.objects()) <= 10 * FMT.shards
     assert len(tried) == (bad != "a leftover" or operation != "info")
     assert ("could not be deleted" in caplog.text) is bool(tried)
-    assert place.count("visit_errors") == 0 and keeper._trouble_until == 0
+    assert place.count("visit_errors") == 0 and evictor.schedule.blocked_until == 0
     time.sleep(HOUR)
     place.put(FMT, chunks(1, seed=17))
-    place.round(keeper)
+    place.round(evictor)
     assert len(tried) in (0, 2)
 
 
 def test_visit_that_fails_is_followed_by_one_of_another_slice(place: Place) -> None:
     place.put(FMT, chunks(5), age=HOUR)
-    keeper, first = place.keeper(max_bytes=SIZE), 7
-    keeper._next = first
+    evictor, first = place.evictor(max_bytes=SIZE), 7
+    evictor._next = first
     place.faults.add(Fault("folders", error=TransientStorageError(errno.EIO, "down", "x")))
     with pytest.raises(TransientStorageError):
-        keeper._visit()
-    assert keeper._next == first + 1
+        evictor.sweep()
+    assert evictor._next == first + 1
 
 
 def test_who_may_not_delete_says_so_once_and_tries_again_in_an_hour(
@@ -237,46 +237,36 @@ def test_who_may_not_delete_says_so_once_and_tries_again_in_an_hour(
 ) -> None:
     place.put(FMT, chunks(40), age=HOUR)
     place.faults.add(Fault("delete", error=PermanentStorageError(errno.EPERM, "no", "x")))
-    keeper = place.keeper(max_bytes=SIZE)
+    evictor = place.evictor(max_bytes=SIZE)
     for _ in range(5):
-        keeper._turn()
-    assert keeper._trouble_until > time.monotonic() + 3000
-    assert caplog.text.count("does not allow to list or to delete") == 1
-    assert not keeper.allows(SIZE)
+        evictor._turn()
+    assert evictor.schedule.blocked_until > time.monotonic() + 3000
+    assert caplog.text.count("listing or deleting is not allowed") == 1
+    assert not evictor.allows(SIZE)
 
 
 def test_an_error_of_its_own_lifts_no_bound(
     place: Place, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     place.put(FMT, chunks(9), age=HOUR)
-    keeper = place.keeper(max_bytes=9 * SIZE)
-    keeper._turn()
-    monkeypatch.setattr(keeper_module, "delete", lambda *_, **__: 1 / 0)
-    keeper._ended = 0.0
-    keeper._refused, keeper._credit = True, 0.0
-    assert keeper._turn() is not None and place.count("visit_errors") == 1
-    assert "a visit failed" in caplog.text and not keeper.allows(9 * SIZE)
+    evictor = place.evictor(max_bytes=9 * SIZE)
+    evictor._turn()
+    monkeypatch.setattr(evictor_module, "delete", lambda *_, **__: 1 / 0)
+    evictor.schedule.ended_at = 0.0
+    evictor.budget.refused, evictor.budget.credit = True, 0.0
+    assert evictor._turn() is not None and place.count("visit_errors") == 1
+    assert "a visit failed" in caplog.text and not evictor.allows(9 * SIZE)
 
 
 # ----------------------------------------------------------------------------- stores
 
 
 def test_an_end_while_it_works_is_no_error(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    keeper, end = place.keeper(max_bytes=SIZE), threading.Event()
-    monkeypatch.setattr(keeper, "_update_free_space", lambda: setattr(keeper, "_end", end))
-    assert keeper._turn() is not None
-    assert keeper._turn() is None and end.is_set()
+    evictor, end = place.evictor(max_bytes=SIZE), threading.Event()
+    monkeypatch.setattr(evictor, "_look_at_space", lambda: setattr(evictor, "_end", end))
+    assert evictor._turn() is not None
+    assert evictor._turn() is None and end.is_set()
     assert place.count("visit_errors") == 0
-
-
-def test_a_store_that_never_fits_deletes_nothing(place: Place) -> None:
-    names = place.put(FMT, chunks(8), age=HOUR)
-    keeper = place.keeper(max_bytes=10 * SIZE)
-    keeper._turn()
-    assert not keeper.allows(11 * SIZE)
-    place.round(keeper)
-    assert place.objects() == set(names)
-    assert keeper.allows(SIZE)
 
 
 @pytest.mark.parametrize("costs", [DIRECTORY, S3], ids=["directory", "s3"])
@@ -293,7 +283,7 @@ def test_what_is_in_use_stays_where_the_rest_of_the_shelf_changes(
         # After about 46 seconds what is not used is gone.
         fleet.run(30)
         # As engines do: on S3 an object is written anew at half of the age of eviction.
-        age = writer.keeper._evicts_after() or math.inf
+        age = writer.evictor.order.evicts_after or math.inf
         fleet.storage.touch(used, fleet.now - age / 2)
     assert fleet.count("shelf_evicted_objects") > 400
     assert fleet.storage.entry(used) is not None
@@ -302,57 +292,20 @@ def test_what_is_in_use_stays_where_the_rest_of_the_shelf_changes(
 def test_a_store_that_ends_during_a_visit_makes_no_visit_vain(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    keeper = place.keeper(max_bytes=10 * SIZE)
-    assert keeper.allows(SIZE)
-    keeper._turn()
+    evictor = place.evictor(max_bytes=10 * SIZE)
+    assert evictor.allows(SIZE)
+    evictor._turn()
     place.put(FMT, chunks(2))
-    assert keeper.begin(SIZE)
-    visit = keeper._lister.visit
+    assert evictor.begin(SIZE)
+    visit = evictor._lister.visit
 
     def end(*arguments: Any) -> Any:
-        keeper.end(SIZE, written=True)
+        evictor.end(SIZE, written=True)
         return visit(*arguments)
 
-    monkeypatch.setattr(keeper._lister, "visit", end)
-    place.round(keeper)
-    assert keeper._folders_without_gain == 0
-
-
-def test_writes_under_way_count_against_the_bound(
-    place: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(keeper_module, "_WAIT_SECONDS", 0.0)
-    keeper, begun = place.keeper(max_bytes=10 * SIZE), 0
-    for _ in range(15):
-        keeper._visit()
-        while keeper.begin(SIZE):
-            begun += 1
-    assert begun == 10
-    # One that fails gives its room back, also before the next visit.
-    keeper.end(SIZE, written=False)
-    assert keeper.begin(SIZE) and not keeper.begin(SIZE)
-    keeper.end(SIZE, written=False)
-    keeper._visit()
-    assert keeper.begin(SIZE) and not keeper.begin(SIZE)
-
-
-def test_writes_under_way_count_against_the_space_that_stores_leave_free(
-    place: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Until they end the storage says nothing of them."""
-    monkeypatch.setattr(keeper_module, "_WAIT_SECONDS", 0.0)
-    total, room = 1000 * SIZE, 10
-    space = Space(least_free(Space(0, total)) + room * SIZE, total)
-    monkeypatch.setattr(place.later.inner, "space", lambda: space)
-    keeper, begun = place.keeper(), 0
-    keeper._frees_again_at = math.inf
-    for _ in range(15):
-        keeper._update_free_space(at_once=True)
-        while keeper.begin(SIZE):
-            begun += 1
-    assert begun == room
-    keeper.end(SIZE, written=False)
-    assert keeper.begin(SIZE), "one that fails gives its room back"
+    monkeypatch.setattr(evictor._lister, "visit", end)
+    place.round(evictor)
+    assert evictor.schedule.folders_without_gain == 0
 
 
 @pytest.mark.parametrize(
@@ -366,10 +319,10 @@ def test_what_stays_free_depends_on_the_storage(total: int, memory: bool, expect
 def test_it_bounds_stores_from_its_start_to_its_end(place: Place) -> None:
     place.put(FMT, chunks(9), age=HOUR)
     place.later.ahead = 0.0
-    with closing(place.keeper(max_bytes=4 * SIZE)) as keeper:
-        keeper.start()
-        keeper.start()
-        assert place.backend.bound is keeper
+    with closing(place.evictor(max_bytes=4 * SIZE)) as evictor:
+        evictor.start()
+        evictor.start()
+        assert place.backend.bound is evictor
         until(lambda: len(place.objects()) <= 4 * FMT.shards)
         with pytest.raises(BoundReachedError):
             place.backend.write("x/z", [bytes(4 * SIZE)])
@@ -380,37 +333,37 @@ def test_it_bounds_stores_from_its_start_to_its_end(place: Place) -> None:
 
 def test_nothing_is_stored_before_the_first_visit_and_then_at_once(place: Place) -> None:
     place.later.ahead = 0.0
-    with closing(place.keeper(max_bytes=100 * SIZE)) as keeper:
-        keeper._asked = True
-        assert keeper._credit == 0 and keeper.allows(SIZE)
-        keeper.start()
+    with closing(place.evictor(max_bytes=100 * SIZE)) as evictor:
+        evictor.budget.asked = True
+        assert evictor.budget.credit == 0 and evictor.allows(SIZE)
+        evictor.start()
         begun = time.monotonic()
-        assert keeper.begin(SIZE)
+        assert evictor.begin(SIZE)
         assert time.monotonic() - begun < 1 and place.count("visits") == 1
 
 
 def test_write_without_room_waits_for_a_visit_and_a_step_does_not(place: Place) -> None:
     place.put(FMT, chunks(10), age=HOUR)
-    keeper = place.keeper(max_bytes=10 * SIZE)
+    evictor = place.evictor(max_bytes=10 * SIZE)
     begun, results = time.monotonic(), []
-    assert keeper.allows(SIZE) and time.monotonic() - begun < 0.01
-    thread = threading.Thread(target=lambda: results.append(keeper.begin(SIZE)))
+    assert evictor.allows(SIZE) and time.monotonic() - begun < 0.01
+    thread = threading.Thread(target=lambda: results.append(evictor.begin(SIZE)))
     thread.start()
     time.sleep(2)
     assert not results
-    keeper._turn()
+    evictor._turn()
     thread.join(2)
-    assert results == [True] and keeper._begun == SIZE
+    assert results == [True] and evictor.budget.begun == SIZE
     # Where no visit comes it ends.
-    assert not keeper.begin(5 * SIZE) and 5 < time.monotonic() - begun < 10
+    assert not evictor.begin(5 * SIZE) and 5 < time.monotonic() - begun < 10
 
 
 @pytest.mark.parametrize(
     "state",
     [
-        {"_folders_without_gain": FANS},
-        {"_trouble_until": math.inf},
-        {"_free": 0.0},
+        {"schedule.folders_without_gain": FANS},
+        {"schedule.blocked_until": math.inf},
+        {"budget.free": 0.0},
         {"_end": threading.Event()},
     ],
     ids=lambda state: next(iter(state)),
@@ -418,10 +371,12 @@ def test_write_without_room_waits_for_a_visit_and_a_step_does_not(place: Place) 
 def test_write_for_which_no_visit_can_make_room_does_not_wait(
     place: Place, state: dict[str, Any]
 ) -> None:
-    keeper = place.keeper(max_bytes=10 * SIZE)
-    vars(keeper).update(state)
+    evictor = place.evictor(max_bytes=10 * SIZE)
+    [(path, value)] = state.items()
+    *parts, name = path.split(".")
+    setattr(getattr(evictor, parts[0]) if parts else evictor, name, value)
     begun = time.monotonic()
-    assert not keeper.allows(SIZE) and not keeper.begin(SIZE)
+    assert not evictor.allows(SIZE) and not evictor.begin(SIZE)
     assert time.monotonic() - begun < 0.1
 
 
@@ -530,8 +485,8 @@ def test_stores_go_on_soon_after_another_program_filled_the_disk_for_a_while(fle
 def in_storage_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keepers live in the time of the storage, and their writes do not wait."""
     clock = SimpleNamespace(**vars(time) | {"time": lambda: time.time() + 3 * DAY})
-    monkeypatch.setattr(keeper_module, "time", clock)
-    monkeypatch.setattr(keeper_module, "_WAIT_SECONDS", 0.0)
+    monkeypatch.setattr(evictor_module, "time", clock)
+    monkeypatch.setattr(limits, "WAIT_SECONDS", 0.0)
 
 
 @pytest.mark.usefixtures("in_storage_time")
@@ -554,11 +509,11 @@ def test_stores_where_inodes_or_quota_ran_out_are_paid_for_by_the_oldest(
 
     monkeypatch.setattr(place.faults, "write", refuse)
     place.age(place.path(old[-1]), 4 * HOUR)
-    keeper = place.keeper(**bound)
-    place.backend.bound, place.backend.on_full = keeper, keeper.found_full
+    evictor = place.evictor(**bound)
+    place.backend.bound, place.backend.on_full = evictor, evictor.found_full
     stored = 0
     for chunk in chunks(20, seed=1):
-        keeper._turn()
+        evictor._turn()
         with suppress(StorageError):
             stored += len(place.put(FMT, [chunk]))
         place.backend.writes.close()
@@ -567,47 +522,17 @@ def test_stores_where_inodes_or_quota_ran_out_are_paid_for_by_the_oldest(
     assert caplog.text.count(f"its {short_of} ran out") == 1
 
 
-@pytest.mark.usefixtures("in_storage_time")
-@pytest.mark.parametrize("frees", [True, False])
-def test_quota_that_is_reached_again_and_again_is_paid_for_by_larger_parts(
-    place: Place, monkeypatch: pytest.MonkeyPatch, frees: bool
-) -> None:
-    """Five deletions give back what a store takes of the quota; or none gives anything back."""
-    old = place.put(FMT, chunks(400), age=3 * HOUR)
-    write, limit, stored, refused = place.faults.write, len(old), 0, 0
-
-    def refuse(name: str, *arguments: Any) -> Any:
-        nonlocal stored, refused
-        deleted = len(old) - len(place.objects().intersection(old))
-        if 5 * stored >= (deleted if frees else 0):
-            refused += 1
-            raise no_space(errno.EDQUOT, "not written", name, "quota")
-        stored += 1
-        return write(name, *arguments)
-
-    monkeypatch.setattr(place.faults, "write", refuse)
-    keeper = place.keeper()
-    place.backend.bound, place.backend.on_full = keeper, keeper.found_full
-    for chunk in chunks(40, seed=1):
-        time.sleep(1)
-        keeper._turn()
-        with suppress(StorageError):
-            place.put(FMT, [chunk])
-        place.backend.writes.close()
-    deleted = limit - len(place.objects().intersection(old))
-    if frees:
-        assert stored >= 50 and refused <= 25
-    else:
-        # It frees 4, 16, 64 and 256 times the largest store, and then nothing.
-        assert not stored and 300 <= deleted <= 520
-
-
 def test_what_came_with_old_times_stays_on_a_disk_nearly_full(tmp_path: Path) -> None:
     place = Place(tmp_path, ahead=0.0)
     names = place.put(FMT, chunks(50), age=300 * DAY)
-    keeper = place.keeper()
-    keeper._frees_disk_space, keeper._free, keeper._largest, keeper._refused = True, 0.0, SIZE, True
-    place.round(keeper)
+    evictor = place.evictor()
+    evictor._frees_disk_space, evictor._free, evictor._largest, evictor.budget.refused = (
+        True,
+        0.0,
+        SIZE,
+        True,
+    )
+    place.round(evictor)
     assert place.objects() == set(names)
 
 
@@ -623,7 +548,7 @@ def test_old_temporaries_on_a_disk_without_a_free_byte_go(
     try:
         place = Place(tmp_path)
         clock = SimpleNamespace(**vars(time) | {"time": lambda: time.time() + 3 * DAY})
-        monkeypatch.setattr(keeper_module, "time", clock)
+        monkeypatch.setattr(evictor_module, "time", clock)
         place.faults._stated = {"local_path": str(place.root) if local else ""}
         names = place.put(FMT, chunks(4))
         for fan in ("00", "7f", "ff"):
@@ -633,12 +558,12 @@ def test_old_temporaries_on_a_disk_without_a_free_byte_go(
             while file.write(bytes(4096)):
                 pass
         assert not os.statvfs(tmp_path).f_bavail
-        keeper = place.keeper()
-        place.backend.on_full = keeper.found_full
+        evictor = place.evictor()
+        place.backend.on_full = evictor.found_full
         with pytest.raises(NoSpaceStorageError):
             place.backend.write("x/y", [bytes(4096)])
         for _ in range(20):
-            keeper._turn()
+            evictor._turn()
         # A marker that is written where there is room again takes one of the three blocks.
         markers = sum(marker.stat().st_blocks > 0 for marker in (tmp_path / KEEPERS).iterdir())
         assert os.statvfs(tmp_path).f_bavail + markers >= 3 and place.objects() == set(names)
@@ -668,10 +593,10 @@ def test_keepers_know_how_many_they_are_and_the_storage_s_time() -> None:
 def test_a_keeper_that_is_gone_counts_for_ten_minutes(fleet: Fleet) -> None:
     one, other = (fleet.add(0.1, max_bytes=GIB) for _ in range(2))
     fleet.run(400)
-    assert one.keeper._keepers == other.keeper._keepers == 2
+    assert one.evictor.budget.keepers == other.evictor.budget.keepers == 2
     other.stopped = True
     fleet.run(1000)
-    assert one.keeper._keepers == 1
+    assert one.evictor.budget.keepers == 1
 
 
 def test_forged_markers_are_bounded_and_decide_nothing(fleet: Fleet) -> None:
@@ -681,7 +606,7 @@ def test_forged_markers_are_bounded_and_decide_nothing(fleet: Fleet) -> None:
     fill(fleet, 300, HOUR)
     writer = fleet.add(1.0, max_bytes=1000 * MIB)
     fleet.run(60)
-    assert writer.keeper._keepers <= keepers.MOST
+    assert writer.evictor.budget.keepers <= limits.MOST_HEARTBEATS
     assert fleet.count("shelf_evicted_objects") == 0 and writer.dropped < 0.05 * writer.offered
     fleet.now += 2 * DAY
     fleet.run(600)
@@ -744,7 +669,7 @@ def test_writers_at_the_bound_stay_below_it_and_lose_few_stores(
 ) -> None:
     fleet = Fleet(monkeypatch, costs)
     # A slice is a third of the shelf.
-    monkeypatch.setattr(keeper_module, "SLICE", 200)
+    monkeypatch.setattr(limits, "SLICE", 200)
     for _ in range(count):
         fleet.add(16.0 / count, max_bytes=600 * MIB)
     fleet.run(80)
@@ -820,10 +745,10 @@ def test_full_bucket_is_not_said_to_have_bytes_free(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """S3 does not say how many bytes are free."""
-    keeper = Fleet(monkeypatch, S3).add(1.0, max_bytes=100 * MIB).keeper
-    keeper.found_full(NoSpaceStorageError(errno.ENOSPC, "full", "s3://bucket/kv"))
-    keeper._update_free_space()
-    assert not keeper.begin(200 * MIB)
+    evictor = Fleet(monkeypatch, S3).add(1.0, max_bytes=100 * MIB).evictor
+    evictor.found_full(NoSpaceStorageError(errno.ENOSPC, "full", "s3://bucket/kv"))
+    evictor._look_at_space()
+    assert not evictor.begin(200 * MIB)
     assert "a store is dropped" in caplog.text and "bytes are free" not in caplog.text
 
 
@@ -873,7 +798,7 @@ def test_tails_of_hand_overs_go_within_their_second_hour_on_s3(
     fleet.storage.put(f"{NAMESPACE}/_/ab/{key}-0t5-0of1.safetensors", 9)
     fleet.run(2.5 * HOUR)
     assert writer.counters.snapshot().get("visits", 0) == 0
-    writer.keeper.hands_over()
+    writer.evictor.hands_over()
     fleet.run(2 * HOUR)
     assert fleet.chunks() == 0
 
@@ -901,7 +826,7 @@ def test_a_listing_that_fails_in_its_midst_is_that_of_another_visit(
 @pytest.fixture(autouse=True)
 def _no_seconds_of_a_processor(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What a visit costs here is no time of this machine's."""
-    if not isinstance(keeper_module.time, type(os)):
+    if not isinstance(evictor_module.time, type(os)):
         yield
         return
     monkeypatch.setattr(time, "thread_time", lambda: 0.0)
@@ -913,5 +838,5 @@ def test_of_units_of_one_age_no_more_go_than_must(place: Place, chunks_of_a_prom
     """All of a shelf may have been restored there with one time."""
     for seed in range(192 // chunks_of_a_prompt):
         place.put(FMT, chunks(chunks_of_a_prompt, seed), age=5 * HOUR)
-    place.round(place.keeper(max_bytes=180 * SIZE))
+    place.round(place.evictor(max_bytes=180 * SIZE))
     assert 0.89 * 180 <= len(place.objects()) / FMT.shards <= 0.95 * 180
