@@ -109,7 +109,9 @@ def make_rig(seed: int = 0, **options: Any) -> Rig:
     by_shard = {n: [replace(call, first_head=n) for call in calls] for n in range(SHARDS)}
     streams = SimulatedStreams(seed)
     options = {"buffer_bytes": 1 << 20} | options
-    return Rig(streams, paged, calls, DeviceKVCache(by_shard, streams=streams, **options), start)
+    cache = DeviceKVCache(by_shard, streams=streams, **options)
+    streams.log.clear()
+    return Rig(streams, paged, calls, cache, start)
 
 
 @pytest.fixture(params=["kernel", "torch"])
@@ -510,6 +512,16 @@ def test_buffers_take_their_budget_and_a_quarter_of_free_memory_at_most(
     assert ("free memory for only" in caplog.text) is (free < budget)
     rig.load(rig.store())
     rig.cache.close()
+
+
+def test_buffers_are_used_behind_the_work_of_the_stream_that_made_them(rig: Rig) -> None:
+    """Their memory may have been another tensor's, which that work still uses."""
+    options: dict[str, Any] = {"buffer_bytes": 1 << 20, "streams": rig.streams}
+    with rig.late(rig.streams.engine):
+        making = in_background(lambda: DeviceKVCache(rig.cache._plan.calls, **options))
+        making.join(0.1)
+        assert making.is_alive()
+    ended(making)
 
 
 def test_device_without_memory_for_two_buffers_stops_the_start(

@@ -202,11 +202,12 @@ class Copier:
 
     def _has_thread(self) -> bool:
         """Start the thread when it is first needed; return whether it runs."""
-        if self._thread is None:
-            thread = threading.Thread(target=self._run, name="kvshelf-copy", daemon=True)
-            if try_to_start(thread):
-                self._thread = thread
-        return self._thread is not None
+        with self._changed:
+            if self._thread is None:
+                thread = threading.Thread(target=self._run, name="kvshelf-copy", daemon=True)
+                if try_to_start(thread):
+                    self._thread = thread
+            return self._thread is not None
 
     def _take_store_buffer(self, plan: CopyPlan) -> Tensor | None:
         if self._stores is None:

@@ -302,6 +302,9 @@ def _allocate(plan: CopyPlan, nbytes: int, streams: Streams) -> list[Tensor]:
     count = max(2, min(wanted, streams.free_bytes() // _SHARE // size))
     try:
         buffers = [plan.allocate(shards) for _ in range(count)]
+        # Their memory may have been another tensor's, with work on this stream that is not done.
+        # They are used on other streams.
+        streams.current().synchronize()
     except torch.OutOfMemoryError as error:
         raise ConfigError(
             f"the GPU has no memory for {count} buffers of {size} bytes: give the engine less"

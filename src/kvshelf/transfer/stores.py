@@ -66,7 +66,7 @@ from kvshelf.traces import trace_range
 from kvshelf.transfer.context import ChunkSlots, TransferContext, TransferHalf
 from kvshelf.transfer.store_history import StoreHistory
 
-#: Seconds in which the copy of a store that is given up ends, unless the device hangs.
+#: Seconds in which the copies of stores that are given up end, unless the device hangs.
 _COPY_SECONDS: Final = 1.0
 #: Seconds for which stores probe after a write found an object there.
 _PROBES_SECONDS: Final = 60.0
@@ -256,7 +256,7 @@ class Stores(TransferHalf):
                 (self._promised if promised else self._queue).append(job)
                 self._work.notify()
                 return StoreOutcome.QUEUED
-        self._give_up(job)
+        self._give_up(job, time.monotonic() + _COPY_SECONDS)
         return self._drop(item.chunk, StoreOutcome.UNAVAILABLE)
 
     @property
@@ -454,11 +454,12 @@ class Stores(TransferHalf):
             queued = [*self._promised, *self._queue]
             self._promised.clear()
             self._queue.clear()
+        deadline = time.monotonic() + _COPY_SECONDS
         for job in queued:
             # Those that are lost are counted at the close.
             if result is not StoreResult.LOST:
                 self._drop(job.chunk, StoreOutcome.UNAVAILABLE)
-            self._give_up(job)
+            self._give_up(job, deadline)
             with self._lock:
                 self._forget(job)
             self._report(job, result)
@@ -474,10 +475,10 @@ class Stores(TransferHalf):
         else:
             self._counters.add("stuck_threads")
 
-    def _give_up(self, job: _StoreJob) -> None:
+    def _give_up(self, job: _StoreJob, deadline: float) -> None:
         """Give the memory of a job back that no thread has begun."""
         with contextlib.suppress(RuntimeError):
-            job.pending.wait(time.monotonic() + _COPY_SECONDS)
+            job.pending.wait(deadline)
         self._release(job)
 
     def drain(self, seconds: float) -> int:

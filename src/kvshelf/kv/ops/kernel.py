@@ -56,6 +56,8 @@ ARGUMENTS: Final = np.dtype(
 )
 _OLDEST_CAPABILITY: Final = (7, 0)
 _OLDEST_DRIVER: Final = 12010
+#: ``CU_STREAM_CAPTURE_MODE_RELAXED``.
+_RELAXED: Final = 2
 #: More than a kernel counts in 32 bits is left to torch.
 _MOST: Final = 2**31
 #: Plans that are kept for each group of caches.
@@ -227,6 +229,8 @@ class Kernels:
         if version.value < _OLDEST_DRIVER:
             raise RuntimeError(f"the driver is for {found}; 12.1 (driver 530) is needed")
         self._driver_text = f", driver for {found}"
+        # On a thread in relaxed mode, loading code does not end a capture of another thread.
+        self._call("ThreadExchangeStreamCaptureMode", ctypes.byref(ctypes.c_int(_RELAXED)))
         self._call("DeviceGet", ctypes.byref(device), self._index)
         self._call("DevicePrimaryCtxRetain", ctypes.byref(context), device)
         self._context = context

@@ -57,6 +57,9 @@ from kvshelf.vllm.worker.slots import TokenSlots
 
 logger = logging.getLogger(__name__)
 
+#: The kernel for a GPU is compiled in a third of a second.
+_COMPILE_SECONDS = 10.0
+
 
 class _DraftCounters(Counters):
     """Counts a drafter's chunks apart from the model's, and nothing else."""
@@ -173,6 +176,8 @@ class Registration:
         self.on_device = device.type != "cpu" or self.streams(device) is not None
         if fmt is not None:
             self._allocate(self.model, fmt)
+        # vLLM captures CUDA graphs next: code is better loaded before.
+        ops.kernel_problem(device, seconds=_COMPILE_SECONDS)
         self.model.fingerprint(modules)
         drafter = self.drafter
         try:
