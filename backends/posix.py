@@ -70,7 +70,6 @@ from kvshelf.backends.posix_folders import (
     libc,
     not_regular,
 )
-from kvshelf.backends.posix_mount import Root
 from kvshelf.backends.posix_publish import Way, link, publish, rename, rename_noreplace
 from kvshelf.errors import (
     ConfigError,
@@ -172,8 +171,7 @@ class PosixBackend(Backend):
             raise ConfigError(f"{root!r} is not a path: expected a directory for the shelf")
         self.url = self._root = os.path.realpath(given)
         self._read_flags = READ_NOATIME if keep_atime else READ
-        self._place = Root(self._root, read_only=read_only)
-        self._folders = Folders(self._place, create=create)
+        self._folders = Folders(self._root, read_only=read_only, create=create)
         try:
             self._folders.learn_root(make=create and not read_only)
         except PermanentStorageError as exc:
@@ -182,7 +180,7 @@ class PosixBackend(Backend):
             raise ConfigError(
                 f"{self._root!r} is not a directory: give the shelf a directory of its own"
             ) from exc
-        mount = self._place.find_mount()
+        mount = self._folders.find_mount()
         self._is_local = mount.local
         self._properties = Properties(
             filesystem=mount.kind,
@@ -217,7 +215,7 @@ class PosixBackend(Backend):
     @property
     def properties(self) -> Properties:
         """What callers may rely on at present; a refused write expires after a minute."""
-        now: dict[str, Any] = {"read_only": self._place.read_only, "shared": self._folders.shared}
+        now: dict[str, Any] = {"read_only": self._folders.read_only, "shared": self._folders.shared}
         if any(getattr(self._properties, name) != value for name, value in now.items()):
             self._properties = replace(self._properties, **now)
         return self._properties
@@ -258,7 +256,7 @@ class PosixBackend(Backend):
                 except FileNotFoundError:
                     append(None)
                 except OSError as exc:
-                    append(storage_error(exc, "probing", self._place.base + name))
+                    append(storage_error(exc, "probing", self._folders.base + name))
                 except ValueError as exc:  # an embedded NUL
                     raise ObjectNameError(f"{name!r} is not an object name: {exc}") from exc
                 else:
@@ -280,14 +278,14 @@ class PosixBackend(Backend):
             except FileNotFoundError:
                 return None
             except OSError as exc:
-                raise storage_error(exc, "probing", self._place.base + name) from exc
+                raise storage_error(exc, "probing", self._folders.base + name) from exc
 
     # -------------------------------------------------------------------------------------- reads
 
     def open(self, name: str) -> PosixReader:
         """Open one file; 4 µs on a local disk."""
         check_name(name)
-        path = self._place.base + name
+        path = self._folders.base + name
         folder = name.rpartition("/")[0]
         try:
             try:
@@ -298,7 +296,7 @@ class PosixBackend(Backend):
                 # Another user's file, whose access time is set by reading it.
                 fd = self._folders.open_file(name, READ)
         except OSError as exc:
-            self._place.check_at_times()
+            self._folders.check_at_times()
             if exc.errno not in (errno.ELOOP, errno.ENOTDIR, errno.ENXIO):
                 raise storage_error(exc, "opening", path) from exc
             # Is it the object itself, or a folder on its path?
@@ -308,7 +306,7 @@ class PosixBackend(Backend):
                 raise self._folders.error(found, "opening", folder, writing=False) from found
             raise not_regular(exc.errno, "a link, socket or device", path) from exc
         try:
-            self._place.check_at_times()
+            self._folders.check_at_times()
             info = os.fstat(fd)
         except OSError as exc:
             os.close(fd)
@@ -337,10 +335,10 @@ class PosixBackend(Backend):
             return None
         # The ends alone are checked once for each.
         check_name(start + wholes[0].end)
-        begin = self._place.base + start
+        begin = self._folders.base + start
         checked = read_whole_files(begin, text, wholes, buffers, self._read_flags, seconds)
         # As after opening one: until then another filesystem may be mounted.
-        self._place.check_at_times()
+        self._folders.check_at_times()
         return checked
 
     # ------------------------------------------------------------------------------------- changes
@@ -364,7 +362,7 @@ class PosixBackend(Backend):
         return delete_each(names, self._delete)
 
     def _delete(self, name: str) -> bool:
-        self._place.check_writable(name)
+        self._folders.check_writable(name)
         folder, _, base = name.rpartition("/")
         with self._folders.opened(folder, "deleting", writing=True) as fd:
             if fd is None:
@@ -377,7 +375,7 @@ class PosixBackend(Backend):
                 # Some systems say EPERM of folders.
                 if exc.errno in (errno.EISDIR, errno.EPERM):
                     return self._delete_folder(name, base, fd, exc)
-                raise self._place.failed(exc, "deleting", name, writing=True) from exc
+                raise self._folders.failed(exc, "deleting", name, writing=True) from exc
         return True
 
     def _delete_folder(self, name: str, base: str, fd: int, refused: OSError) -> bool:
@@ -388,15 +386,15 @@ class PosixBackend(Backend):
             return False
         except OSError as exc:
             if exc.errno in (errno.ENOTEMPTY, errno.EEXIST):
-                path = self._place.base + name
+                path = self._folders.base + name
                 raise not_regular(exc.errno, "a folder that is not empty", path) from exc
             why = refused if exc.errno == errno.ENOTDIR else exc
-            raise self._place.failed(why, "deleting", name, writing=True) from why
+            raise self._folders.failed(why, "deleting", name, writing=True) from why
         return True
 
     def set_aside(self, name: str) -> bool:
         """Rename the entry at `name` to a temporary's name in its folder, whatever its type."""
-        self._place.check_writable(check_name(name))
+        self._folders.check_writable(check_name(name))
         folder, _, base = name.rpartition("/")
         with self._folders.opened(folder, "moving", writing=True) as fd:
             if fd is None:
@@ -406,7 +404,7 @@ class PosixBackend(Backend):
             except FileNotFoundError:
                 return False
             except OSError as exc:
-                raise self._place.failed(exc, "moving", name, writing=True) from exc
+                raise self._folders.failed(exc, "moving", name, writing=True) from exc
         return True
 
     def touch(self, name: str, before: float = math.inf) -> Touched:
@@ -418,7 +416,7 @@ class PosixBackend(Backend):
         seen, it counts as refused.
         """
         folder, _, base = check_name(name).rpartition("/")
-        if self._place.read_only or self._keeps_times is False:
+        if self._folders.read_only or self._keeps_times is False:
             return Touched.REFUSED
         try:
             with self._folders.opened(folder, "recording a use", writing=False) as fd:
@@ -464,7 +462,7 @@ class PosixBackend(Backend):
     ) -> Iterator[ObjectInfo]:
         """Stream all objects below `prefix`, one open folder at a time."""
         check_folder(prefix)
-        self._place.check()
+        self._folders.check()
         first, last = start or "", end or BEYOND_NAMES
         pending = [prefix]
         while pending:
@@ -482,13 +480,13 @@ class PosixBackend(Backend):
                 except FileNotFoundError:
                     continue
                 except OSError as exc:
-                    raise storage_error(exc, "listing", self._place.base + inside) from exc
+                    raise storage_error(exc, "listing", self._folders.base + inside) from exc
             first, last = "", BEYOND_NAMES
 
     def folders(self, prefix: str = "") -> Sequence[str]:
         """Names of the folders directly below `prefix`."""
         check_folder(prefix)
-        self._place.check()
+        self._folders.check()
         return sorted(entry.name for entry in self._scan(prefix) if _is_folder(entry))
 
     def _scan(self, folder: str, hidden: bool = False) -> Iterator[os.DirEntry[str]]:
@@ -503,7 +501,7 @@ class PosixBackend(Backend):
                     except StopIteration:
                         return
                     except OSError as exc:
-                        raise storage_error(exc, "listing", self._place.base + folder) from exc
+                        raise storage_error(exc, "listing", self._folders.base + folder) from exc
                     name = entry.name
                     if (name[0] != "." or hidden) and is_name(name) and name != _LOST:
                         yield entry
@@ -526,14 +524,14 @@ class PosixBackend(Backend):
         Some FUSE programs always say the same. One that says that little is free is believed if a
         file of some size makes it less.
         """
-        space = self._place.space()
+        space = self._folders.space()
         if space is None or space.free > space.total * _LITTLE_PART:
             return space
         if self._shows_writes is None:
             name = temporary_name("space")
             try:
                 self.write(name, [os.urandom(_TRIAL_BYTES)])
-                after = self._place.space()
+                after = self._folders.space()
                 self._shows_writes = after is None or after.free < space.free
             except StorageError:
                 self._shows_writes = True  # it may be full indeed

@@ -80,18 +80,18 @@ def has_openat2() -> bool:
     return True
 
 
-class Folders:
-    """The folders of a shelf.
+class Folders(Root):
+    """The root of a shelf and the folders below it.
 
     Parameters
     ----------
-    root : Root
+    path, read_only
+        As for :class:`~kvshelf.backends.posix_mount.Root`.
     create : bool
         Make the root if it is missing.
 
     Attributes
     ----------
-    root : Root
     has_openat2 : bool
         Paths are opened by one system call each.
     file_mode : int
@@ -108,8 +108,8 @@ class Folders:
         """Whether others may link files here and remove the links again."""
         return self.shared and not self._mode & stat_module.S_ISVTX
 
-    def __init__(self, root: Root, *, create: bool) -> None:
-        self.root = root
+    def __init__(self, path: str, *, read_only: bool, create: bool) -> None:
+        super().__init__(path, read_only=read_only)
         self._create = create
         self._mode = 0o700
         self._gid = -1
@@ -120,7 +120,7 @@ class Folders:
 
     def learn_root(self, *, make: bool) -> None:
         """Read mode and group of the root, make it if requested; detect a read-only mount."""
-        root = self.root.path
+        root = self.path
         writing = False
         if self._gid == -1:
             enter(root)
@@ -148,7 +148,7 @@ class Folders:
             self._mode = stat_module.S_IMODE(info.st_mode)
             self.file_mode = self._mode & 0o666
             self._gid = info.st_gid
-            self.root.learn(info)
+            self.learn(info)
         except OSError as exc:
             if exc.errno == errno.EACCES:
                 exc.strerror = f"{exc.strerror}: {_whose(root)}"
@@ -181,10 +181,10 @@ class Folders:
 
     def make(self, folder: str) -> int:
         """Like :meth:`open`, but make missing folders, the root included."""
-        root = self.root.path
+        root = self.path
         # Without a lock: one folder that hangs must not delay the others, and all of it may be done
         # twice.
-        self.root.check()
+        self.check()
         if not self._create and not os.path.isdir(root):
             raise PermanentStorageError(
                 errno.ENOENT, "the shelf's root is gone; make or mount it again", root
@@ -211,11 +211,11 @@ class Folders:
         try:
             fd = self._open_below(folder, flags)
         except OSError:
-            self.root.check_at_times()
+            self.check_at_times()
             raise
         # Only now: until then another filesystem may be mounted.
         try:
-            self.root.check_at_times()
+            self.check_at_times()
         except UnavailableStorageError:
             os.close(fd)
             raise
@@ -223,8 +223,8 @@ class Folders:
 
     def _open_below(self, folder: str, flags: int) -> int:
         if self.has_openat2:
-            return openat2(self.root.base + folder, flags)
-        fd = os.open(self.root.path, flags if not folder else FOLDER)
+            return openat2(self.base + folder, flags)
+        fd = os.open(self.path, flags if not folder else FOLDER)
         parts = folder.split("/") if folder else []
         try:
             for position, part in enumerate(parts, 1):
@@ -240,7 +240,7 @@ class Folders:
     def open_file(self, name: str, flags: int) -> int:
         """Open a file below the root without following links; OSError on failure."""
         if self.has_openat2:
-            return openat2(self.root.base + name, flags)
+            return openat2(self.base + name, flags)
         folder, _, base = name.rpartition("/")
         folder_fd = self._open_below(folder, FOLDER)
         try:
@@ -271,7 +271,7 @@ class Folders:
             raise self.error(exc, what, folder, writing=writing) from exc
         try:
             if writing:
-                self.root.check()
+                self.check()
             yield fd
         finally:
             os.close(fd)
@@ -279,8 +279,8 @@ class Folders:
     def error(self, exc: OSError, what: str, folder: str, *, writing: bool) -> StorageError:
         """Return the error for a folder that could not be opened; it names the offending part."""
         if isinstance(exc, StorageError) or exc.errno not in (errno.ELOOP, errno.ENOTDIR):
-            return self.root.failed(exc, what, folder, writing=writing)
-        path = self.root.path
+            return self.failed(exc, what, folder, writing=writing)
+        path = self.path
         for part in ["", *folder.split("/")]:
             path = os.path.join(path, part) if part else path
             try:
@@ -292,7 +292,7 @@ class Folders:
                 text = f"{found} is in the place of a folder of the shelf; remove it"
                 return PermanentStorageError(exc.errno, f"{what} failed: {text}", path)
         text = "the path to its root now contains a link; open the shelf again"
-        return PermanentStorageError(exc.errno, f"{what} failed: {text}", self.root.path)
+        return PermanentStorageError(exc.errno, f"{what} failed: {text}", self.path)
 
 
 def _whose(path: str) -> str:

@@ -67,8 +67,7 @@ def publish(
     waits : bool
         The filesystem may show the size of a file some seconds late.
     """
-    root = folders.root
-    root.check_writable(check_name(name))
+    folders.check_writable(check_name(name))
     views = [view for view in map(_as_bytes, buffers) if len(view)]
     make = False
     while True:
@@ -80,10 +79,10 @@ def publish(
             # No folder yet, or the shelf is being deleted concurrently.
             if make:
                 text = "writing failed: the folder was deleted twice during the write"
-                raise TransientStorageError(exc.errno, text, root.base + name) from exc
+                raise TransientStorageError(exc.errno, text, folders.base + name) from exc
             make = True
         except OSError as exc:
-            raise root.failed(exc, "writing", name, writing=True) from exc
+            raise folders.failed(exc, "writing", name, writing=True) from exc
 
 
 def _write_once(
@@ -101,7 +100,7 @@ def _write_once(
     temporary = temporary_name(base)
     is_left = False
     try:
-        folders.root.check()
+        folders.check()
         existed = occupied(base, dir_fd)
         if existed and mode == "create":
             return WriteResult.EXISTED
@@ -123,10 +122,10 @@ def _write_once(
             if mode == "replace":
                 os.replace(temporary, base, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
             else:
-                _give_name(temporary, base, dir_fd, ways, folders.root.base)
+                _give_name(temporary, base, dir_fd, ways, folders.base)
             is_left = mode == "create" and ways[0] is link
         except (IsADirectoryError, NotADirectoryError) as exc:
-            raise not_regular(exc.errno, "a folder", folders.root.base + name) from exc
+            raise not_regular(exc.errno, "a folder", folders.base + name) from exc
         except OSError as exc:
             # NFS repeats a request whose answer was lost, and some mounts do what they say has
             # failed.

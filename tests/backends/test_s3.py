@@ -526,20 +526,17 @@ def test_deletion_of_many_from_store_that_is_down_asks_once(
 
 
 def test_probes_of_many_names_are_made_some_at_once(store: ScriptedS3, bucket: Any) -> None:
-    lock, under_way, most = threading.Lock(), 0, 0
-
-    def note(request: Request) -> None:
-        nonlocal under_way, most
-        with lock:
-            under_way += 1
-            most = max(most, under_way)
-        time.sleep(0.02)
-        with lock:
-            under_way -= 1
-
-    store.script = note
-    assert bucket.stat([f"a/{number}" for number in range(300)]) == [None] * 300
-    assert 1 < most <= PROBES_AT_ONCE
+    gate, seen = threading.Event(), len(store.requests)
+    store.script = lambda _: gate.wait(PATIENCE) and None
+    with ThreadPoolExecutor(1) as pool:
+        answers = pool.submit(bucket.stat, [f"a/{number}" for number in range(300)])
+        until(lambda: len(store.requests) >= seen + PROBES_AT_ONCE)
+        # Others would come now.
+        time.sleep(0.2)
+        under_way = len(store.requests) - seen
+        gate.set()
+        assert answers.result() == [None] * 300
+    assert under_way == PROBES_AT_ONCE
 
 
 def test_name_that_is_being_probed_is_asked_for_once_until_it_is_written(

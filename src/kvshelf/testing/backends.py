@@ -4,6 +4,20 @@ A test class derives from :class:`BackendSuite`. It has a fixture ``backend``, w
 backend, empty and writable, and a fixture ``oracle``, an :class:`Oracle` of the same storage. The
 oracle must not use the code under test, or the tests miss errors that both share. A ``conftest.py``
 calls ``pytest.register_assert_rewrite("kvshelf.testing.backends")`` for readable failures.
+
+Examples
+--------
+::
+
+    class TestMine(BackendSuite):
+        @pytest.fixture
+        def backend(self, tmp_path):
+            with closing(MyBackend(tmp_path)) as backend:
+                yield backend
+
+        @pytest.fixture
+        def oracle(self, tmp_path):
+            return MyOracle(tmp_path)
 """
 
 from __future__ import annotations
