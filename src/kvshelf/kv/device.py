@@ -49,7 +49,7 @@ Result = TypeVar("Result")
 
 #: Device memory for the chunks of an engine that are on their way, and their most.
 BUFFER_BYTES: Final = 256 << 20
-MOST_BUFFERS: Final = 8
+MOST_BUFFERS: Final = 64
 #: Buffers for loads among them: while one is filled, another is scattered.
 LOAD_BUFFERS: Final = 2
 #: At most one part in this many of the free memory is used for buffers: CUDA graphs, the
