@@ -23,8 +23,10 @@ from kvshelf.backends.oserrors import no_space, storage_error
 from kvshelf.capacity import evictor as evictor_module
 from kvshelf.capacity import keepers, limits
 from kvshelf.capacity.budget import least_free
+from kvshelf.capacity.evictor import Evictor
 from kvshelf.capacity.limits import DAY, FANS, HOUR
 from kvshelf.capacity.visit import KEEPERS
+from kvshelf.config import CapacityConfig
 from kvshelf.errors import (
     BoundReachedError,
     NoSpaceStorageError,
@@ -329,6 +331,17 @@ def test_it_bounds_stores_from_its_start_to_its_end(place: Place) -> None:
     assert place.backend.bound is None
     place.backend.write("x/y", [bytes(9 * SIZE)])
     until(lambda: not os.listdir(place.path(KEEPERS)), "others learn at once that it has gone")
+
+
+def test_evictor_of_a_tier_counts_what_it_evicts_and_nothing_of_the_shelf(place: Place) -> None:
+    place.put(FMT, chunks(9), age=HOUR)
+    bound = CapacityConfig(max_bytes=4 * SIZE)
+    evictor = Evictor(place.backend, bound, place.counters, prefix="disk_tier_")
+    evictor.budget.unknown = 0
+    place.round(evictor)
+    assert place.count("disk_tier_evicted_objects") >= 5 * FMT.shards
+    assert all(name.startswith("disk_tier_") for name in place.counters.snapshot())
+    assert place.counters.gauges().keys() == {"disk_tier_used_bytes"}
 
 
 def test_nothing_is_stored_before_the_first_visit_and_then_at_once(place: Place) -> None:

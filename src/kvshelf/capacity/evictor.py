@@ -126,7 +126,7 @@ class Evictor:
         self._stuck: set[str] = set()
         self._stuck_until = 0.0
         if capacity.max_bytes is not None:
-            counters.set_gauge("shelf_limit_bytes", capacity.max_bytes)
+            self._counters.set_gauge("shelf_limit_bytes", capacity.max_bytes)
 
     def start(self) -> None:
         """Begin. Never blocks. Idempotent."""
@@ -230,11 +230,14 @@ class Evictor:
                 self._look_at_space()
             pause = min(pause, self._seconds_to_look(), self._renew_heartbeat())
             return max(limits.LEAST_PAUSE, pause)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001  no file on a shelf may lift its bounds
             passes = isinstance(error, StorageError) and error.retryable
             pause = limits.TROUBLE_SECONDS if passes else limits.REFUSED_SECONDS
-            logger.debug("%s: a visit failed", self._guard.url, exc_info=error)
-            if not passes:
+            if passes:
+                logger.debug("%s: a visit failed: %s", self._guard.url, error)
+            elif not isinstance(error, StorageError):
+                self._log.error("%s: a visit failed", self._guard.url, exc_info=error)
+            else:
                 self._warn(
                     "refused",
                     f"a visit failed ({error}): this process does not keep the bounds, and tries"

@@ -131,7 +131,8 @@ class Fault(Message, frozen=True, tag="fault"):
     @classmethod
     def of(cls, error: BaseException) -> Fault:
         """Return the fault for an error; other errors than kvshelf's become transient ones."""
-        for kind in (getattr(error, "kind", ""), *(base.__name__ for base in type(error).__mro__)):
+        own = [error.kind] if isinstance(error, errors.KVShelfError) else []
+        for kind in (*own, *(base.__name__ for base in type(error).__mro__)):
             if kind in _ERRORS or kind in _DEFECTS:
                 return cls(kind, str(error)[:4096])
         text = f"the node server failed: {type(error).__name__}: {error}"
