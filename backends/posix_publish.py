@@ -121,9 +121,9 @@ def _write_once(
         try:
             if mode == "replace":
                 os.replace(temporary, base, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
+                is_left = False
             else:
-                _give_name(temporary, base, dir_fd, ways, folders.base)
-            is_left = mode == "create" and ways[0] is link
+                is_left = _give_name(temporary, base, dir_fd, ways, folders.base) is link
         except (IsADirectoryError, NotADirectoryError) as exc:
             raise not_regular(exc.errno, "a folder", folders.base + name) from exc
         except OSError as exc:
@@ -162,9 +162,13 @@ def _check_size(temporary: str, base: str, dir_fd: int, total: int, *, waits: bo
     raise TransientStorageError(errno.EIO, text, base)
 
 
-def _give_name(temporary: str, base: str, dir_fd: int, ways: list[Way], root: str) -> None:
-    """Give a finished temporary its name if it is free, else raise FileExistsError."""
-    for place, way in enumerate(ways):
+def _give_name(temporary: str, base: str, dir_fd: int, ways: list[Way], root: str) -> Way:
+    """Give a finished temporary its name if it is free, else raise FileExistsError.
+
+    Returns the way that worked. Threads may do so at the same time, and shorten `ways` alike.
+    """
+    known = [*ways]
+    for place, way in enumerate(known):
         try:
             way(temporary, base, dir_fd)
         except OSError as exc:
@@ -173,8 +177,9 @@ def _give_name(temporary: str, base: str, dir_fd: int, ways: list[Way], root: st
             if error.retryable or exc.errno in _OF_ONE_OBJECT:
                 raise
         else:
-            del ways[:place]
-            return
+            if place:
+                ways[:] = known[place:]
+            return way
     text = (
         f"{error.strerror}; a mount that neither links nor renames files, as Mountpoint for S3,"
         " takes no objects: use s3://bucket/prefix, or mount it otherwise"

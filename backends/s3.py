@@ -104,6 +104,8 @@ _BODIES_AT_ONCE: Final = 16
 #: Smaller bodies are not used to measure a connection's rate.
 _RATE_BYTES: Final = 1 << 20
 _PART_ALIGNMENT: Final = 1 << 20
+#: A probe that has been under way for longer may hang, and is not shared.
+_SHARED_SECONDS: Final = 0.5
 #: A body arrives in pieces of about this size.
 _STREAM_BYTES: Final = 1 << 20
 _CONFLICTS: Final = 4
@@ -253,8 +255,8 @@ class S3Backend(Backend):
         self._made_for: frozenset[str] | None = self.quirks
         self._made = self._make_store(self._made_for)
         self._requests = RequestLoop(self.url)
-        #: Single flight: the answer to each probe that is under way.
-        self._flights: dict[str, asyncio.Future[ObjectInfo | BaseException]] = {}
+        #: Single flight: when each probe that is under way began, and its answer.
+        self._flights: dict[str, tuple[float, asyncio.Future[ObjectInfo | BaseException]]] = {}
         self._knows_ranges = True
         #: Requests for bodies in flight.
         self._bodies = 0
@@ -433,15 +435,18 @@ class S3Backend(Backend):
 
         async def probe_once(name: str) -> ObjectInfo | BaseException:
             async with free:
-                flight = self._flights.get(name)
-                if flight is not None:
+                now = time.monotonic()
+                began, flight = self._flights.get(name, (-math.inf, None))
+                if flight is not None and now - began < _SHARED_SECONDS:
                     return await asyncio.shield(flight)
-                flight = self._flights[name] = asyncio.get_running_loop().create_future()
+                flight = asyncio.get_running_loop().create_future()
+                own = self._flights[name] = now, flight
                 try:
                     answer: ObjectInfo | BaseException = await self._head(name)
                 except BaseException as exc:  # noqa: BLE001 - a panic is an answer too
                     answer = exc
-                self._flights.pop(name, None)
+                if self._flights.get(name) is own:
+                    del self._flights[name]
                 flight.set_result(answer)
                 return answer
 
@@ -826,6 +831,7 @@ class S3Backend(Backend):
 
     def close(self) -> None:
         """Stop the event loop. Idempotent."""
+        self._flights.clear()
         self._requests.close()
 
 

@@ -677,6 +677,22 @@ def test_way_to_publish_is_remembered(
         backend.write("a/new", [b"1"])
 
 
+def test_writers_that_learn_at_the_same_time_how_a_mount_publishes_lose_no_way() -> None:
+    others = [True]
+
+    def refuses(*_: object) -> None:
+        raise PermissionError(errno.EPERM, "no links")
+
+    def renames(*arguments: Any) -> None:
+        if others.pop():
+            others.append(False)
+            posix_publish._give_name(*arguments, ways, "")
+
+    ways: list[Any] = [refuses, renames, refuses]
+    assert posix_publish._give_name("t", "x", 0, ways, "") is renames
+    assert ways == [renames, refuses]
+
+
 # ------------------------------------------------------------------------------------------ other
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import math
 import os
 import random
 import time
 from collections import Counter
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -219,6 +222,25 @@ def test_shelf_whose_namespaces_cannot_be_listed_is_no_error_unless_it_is_its_ro
     storage.fail = lambda operation, name: down
     with pytest.raises(TransientStorageError):
         Lister(storage).visit(0, FANS, 10, NOW)
+
+
+@pytest.mark.parametrize("at_once", [1, 1000], ids=["folders", "ranges"])
+def test_group_whose_listing_fails_on_the_way_counts_for_nothing(at_once: int) -> None:
+    storage = MemoryStorage(deletes_at_once=at_once)
+    for fan in range(FANS):
+        storage.put(f"{SPACE}/_/{fan:02x}/{fan:02x}{'a' * 62}-0-0of1.safetensors", 1)
+    down = TransientStorageError(errno.EIO, "down", "x")
+    listing = storage.list
+
+    def cut(prefix: str, **options: Any) -> Iterator[ObjectInfo]:
+        if prefix.startswith(f"{SPACE}/_"):
+            yield from itertools.islice(listing(prefix, **options), 0 if at_once == 1 else 20)
+            raise down
+        yield from listing(prefix, **options)
+
+    storage.list = cut  # type: ignore[method-assign]
+    part, listed = Lister(storage).visit(0, FANS, 10, NOW)
+    assert listed == FANS and not part.seen and not part.units and part.skipped
 
 
 def test_cut_after_a_visit_of_the_whole_shelf_is_the_score_that_frees_enough() -> None:

@@ -443,6 +443,8 @@ class Lister:
         for space, names in part.groups.items():
             groups = self.groups.get(space, {})
             self.groups[space] = {name: groups.get(name, math.inf) for name in names}
+        # Of a group whose folders could not be listed nothing is known.
+        part.seen = {where: seen for where, seen in part.seen.items() if seen[0] > 0}
         for where, (share, files) in part.seen.items():
             space, _, name = where.partition("/")
             self.groups[space][name] = files / share
@@ -556,7 +558,7 @@ class Lister:
     def _fans(self, where: str, first: int, last: int, now: float) -> Iterator[Part]:
         """Yield a part for each fan-out folder of a group that is there."""
         backend, whole, part = self._backend, (last - first + 1) / FANS, Part()
-        names = [f"{fan:02x}" for fan in range(first, last + 1)]
+        names, pieces = [f"{fan:02x}" for fan in range(first, last + 1)], list[Part]()
         try:
             if not self._has_folders and first < last:
                 rows = backend.list(where, hidden=True, start=names[0], end=names[-1])
@@ -565,7 +567,7 @@ class Lister:
                     piece = Part()
                     piece.add_rows(some, now, shared=backend.properties.shared)
                     part.note_seen(where, 0.0, piece.files)
-                    yield piece
+                    pieces.append(piece)
                     if self._stop():
                         return
                 names = []
@@ -576,9 +578,11 @@ class Lister:
                 names = sorted(set(names) & set(there))
                 part.note_seen(where, whole - len(names) / FANS)
         except StorageError as error:
+            # What came before says nothing of how much there is.
             yield Part(skipped={where: error})
             return
         yield part
+        yield from pieces
         for fan in names:
             self._pace()
             folder = f"{where}/{fan}"

@@ -100,7 +100,10 @@ class _Usage:
     def _works(self) -> bool:
         try:
             with self._streams.here():
-                self._streams.event().query()
+                event = self._streams.event()
+                # CUDA answers for an event that was never recorded without a look at the device.
+                event.record(self._streams.current())
+                event.query()
         except RuntimeError:
             return False
         return True

@@ -44,7 +44,7 @@ WIDTHS: Final = (16, 8, 4, 1)
 LAYERS: Final = 128
 TOKENS: Final = 512
 _THREADS: Final = 256
-#: ``Arguments`` of the source: 13 KB by value, which takes compute capability 7.0 and CUDA 12.1.
+#: ``Arguments`` of the source: 6 KB by value, which takes compute capability 7.0 and CUDA 12.1.
 ARGUMENTS: Final = np.dtype(
     [
         *((name, "<i8") for name in ("buffers", "kv_stride", "head_stride", "shard_step")),
@@ -220,7 +220,7 @@ class Kernels:
                 self._call("ModuleGetFunction", ctypes.byref(function), module, name.encode())
 
     def _check_nvidia(self, capability: tuple[int, int]) -> None:
-        """Refuse what takes no arguments of 13 KB, and make torch's context known."""
+        """Refuse what takes no arguments of 6 KB, and make torch's context known."""
         if capability < _OLDEST_CAPABILITY:
             raise RuntimeError(f"{self.architecture} is older than sm_70, the oldest that serves")
         version, device, context = ctypes.c_int(), ctypes.c_int(), ctypes.c_void_p()
@@ -229,11 +229,12 @@ class Kernels:
         if version.value < _OLDEST_DRIVER:
             raise RuntimeError(f"the driver is for {found}; 12.1 (driver 530) is needed")
         self._driver_text = f", driver for {found}"
-        # On a thread in relaxed mode, loading code does not end a capture of another thread.
-        self._call("ThreadExchangeStreamCaptureMode", ctypes.byref(ctypes.c_int(_RELAXED)))
         self._call("DeviceGet", ctypes.byref(device), self._index)
         self._call("DevicePrimaryCtxRetain", ctypes.byref(context), device)
         self._context = context
+        # On a thread in relaxed mode, loading code does not end a capture of another thread.
+        with contextlib.suppress(RuntimeError), self._current():
+            self._call("ThreadExchangeStreamCaptureMode", ctypes.byref(ctypes.c_int(_RELAXED)))
 
     def _call(self, name: str, *arguments: Any) -> None:
         code = int(getattr(self._driver, self._names.driver + name)(*arguments))
