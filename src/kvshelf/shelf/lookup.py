@@ -453,7 +453,7 @@ class LookupService:
         }
 
     def _share_in_disk_tier(self, hit: Sequence[Chunk]) -> float:
-        """Return the share of a hit that lies in a disk tier, of chunks at even places."""
+        """Return the share of a hit that lies in a disk tier, of a sample of its chunks."""
         if not (hit and self._counts_tier):
             return 0.0
         asked = hit[:: -(-len(hit) // _ASKED_OF_TIER)]
