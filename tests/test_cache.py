@@ -473,6 +473,25 @@ def test_copies_on_a_device_keep_the_order_of_the_callers_current_stream(
 
 
 @pytest.mark.parametrize("place", ["host"], indirect=True)
+def test_close_while_a_load_waits_for_the_callers_stream_writes_nothing_later(make: Make) -> None:
+    tokens = prompt(2 * CHUNK)
+    streams = SimulatedStreams()
+    cache = make()
+    put(cache, tokens)
+    with on_device(streams):
+        paged = as_paged(nothing(len(tokens))).arguments["kv"]
+        before = [content.clone() for content in paged.caches]
+        with streams.hold():
+            # The caller's own work, which the load has to come behind.
+            streams.do(lambda: None)
+            cache.submit_retrieve(tokens, kv=paged)
+            until(lambda: ("copy", "urgent") in streams.log)
+            cache.close()
+        streams.finish()
+        assert all(map(same, paged.caches, before))
+
+
+@pytest.mark.parametrize("place", ["host"], indirect=True)
 def test_a_device_that_failed_stores_nothing_and_refuses_loads(make: Make) -> None:
     tokens = prompt(4 * CHUNK)
     cache = make()

@@ -549,7 +549,7 @@ def test_memory_that_is_short_for_once_does_not_end_the_use_of_a_device() -> Non
 # --- errors --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("what", ["enqueue", "copy", "record", "wait", "event", "query"])
+@pytest.mark.parametrize("what", ["enqueue", "copy", "record", "event", "query"])
 def test_failed_device_is_asked_nothing_more_and_one_line_says_so(
     rig: Rig, caplog: pytest.LogCaptureFixture, what: str
 ) -> None:
@@ -611,9 +611,9 @@ def test_payloads_of_a_store_that_failed_are_written_no_more(
 # --- a device that does not answer ----------------------------------------------------
 
 
-def load_in_vain(rig: Rig) -> None:
+def load_in_vain(rig: Rig, payloads: Sequence[torch.Tensor] = (), fence: object = None) -> None:
     with pytest.raises(DeviceUnavailableError):
-        rig.load(rig.payloads())
+        rig.load(payloads or rig.payloads(), fence)
 
 
 def test_device_that_hangs_holds_up_no_sleep_and_no_end(
@@ -654,6 +654,27 @@ def test_device_that_answers_late_ends_its_copies(
     check(payloads, rig.expected())
 
 
+def test_error_of_any_class_costs_one_copy(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    enqueue = rig.streams.enqueue
+
+    def refuse(work: Callable[..., object], *arguments: Any) -> None:
+        if getattr(work, "__name__", "") == "copy_":
+            monkeypatch.setattr(rig.streams, "enqueue", enqueue)
+            monkeypatch.setattr(copier, "ANSWER_SECONDS", 0.5)
+            raise ValueError("no copy of this kind")
+        enqueue(work, *arguments)
+
+    monkeypatch.setattr(rig.streams, "enqueue", refuse)
+    with pytest.raises(DeviceUnavailableError, match="no copy of this kind"):
+        rig.store()
+    check(rig.store(), rig.expected())
+
+
+def test_threads_that_ask_the_device_end_no_capture_of_others(rig: Rig) -> None:
+    rig.load(rig.store(), rig.cache.fence())
+    assert not rig.streams.unrelaxed
+
+
 # --- sleep, the end ------------------------------------------------------------------
 
 
@@ -687,6 +708,18 @@ def test_while_the_engine_sleeps_nothing_is_begun(rig: Rig, under_way: str) -> N
     check(rig.store(), rig.expected())
     rig.load(rig.payloads())
     check(rig.expected(), rig.payloads())
+
+
+@pytest.mark.parametrize("end", ["pause", "close"])
+def test_load_whose_fence_is_reached_after_the_end_writes_nothing(rig: Rig, end: str) -> None:
+    expected, payloads = rig.expected(), [p.random_(0, 256) for p in rig.payloads()]
+    with rig.late(rig.streams.engine):
+        loading = in_background(load_in_vain, rig, payloads, rig.cache.fence())
+        until(lambda: ("copy", "urgent") in rig.streams.log)
+        getattr(rig.cache, end)(time.monotonic() + 0.05)
+    ended(loading)
+    rig.streams.finish()
+    check(rig.expected(), expected)
 
 
 def test_after_the_end_nothing_is_begun(rig: Rig) -> None:

@@ -160,6 +160,26 @@ def test_plain_torch_sends_slots_to_a_gpu_without_waiting_and_once_for_all_shard
     np.testing.assert_array_equal(shards.numpy(), expected)
 
 
+@pytest.mark.parametrize("copy", [ops.gather_kv, ops.scatter_kv])
+def test_plain_torch_sends_slots_once_where_layers_lie_apart(
+    copy: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[Tensor] = []
+    monkeypatch.setattr(torch_copy_module, "sent", lambda tensor, _: sent.append(tensor) or tensor)
+    paged = make_paged("bhnc-nhd", torch.bfloat16, layers=3, heads=8)
+    nbytes = paged.layout.chunk_bytes(4)
+    buffer = torch.zeros(4 * nbytes, dtype=torch.uint8)
+    starts = [0, 3 * nbytes, nbytes]
+    with using("torch"):
+        copy(paged.caches, torch.tensor([5, -1, 7, 0]), buffer, paged.layout, 0, 8, starts)
+    # They, and which tokens are skipped.
+    assert len(sent) == 2
+    if copy is ops.gather_kv:
+        expected = Case(paged, [5, -1, 7, 0], 1, 0, 8).gathered()[0].reshape(3, -1)
+        for start, layer in zip(starts, expected, strict=True):
+            np.testing.assert_array_equal(buffer[start : start + nbytes].numpy(), layer)
+
+
 @pytest.mark.parametrize("operation", ["index_select", "index_copy_"])
 def test_plain_torch_copies_all_heads_at_once(
     operation: str, monkeypatch: pytest.MonkeyPatch

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import logging
 import os
 import re
@@ -29,6 +30,7 @@ from kvshelf.cli import doctor
 from kvshelf.errors import ConfigError
 from kvshelf.kv import ops
 from kvshelf.kv.layout import PagedLayout
+from kvshelf.kv.ops import driver as drivers
 from kvshelf.kv.ops import kernel
 from kvshelf.kv.ops.kernel import Kernels, compile_source
 from tests.native.emulation import EmulatedKernels, emulated
@@ -105,6 +107,10 @@ class FakeDriver:
             contexts.append(arguments[0].value)
         elif name == "cuCtxPopCurrent_v2":
             contexts.pop()
+        elif name == "cuThreadExchangeStreamCaptureMode":
+            assert contexts, "no context is current"
+            mode = arguments[0]._obj
+            mode.value, self.current.mode = getattr(self.current, "mode", 0), mode.value
         elif name == "cuLaunchKernel":
             assert contexts, "no context is current"
             self.calls.append((arguments[0].value, *arguments[1:8], arguments[8].value))
@@ -123,12 +129,15 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
     driver = FakeDriver()
     about = SimpleNamespace(major=9, minor=0, multi_processor_count=132)
     monkeypatch.delenv("KVSHELF_OPS", raising=False)
-    load = kernel._load
+    load = drivers.load_library
 
     def loaded(libraries: tuple[str, ...], folders: str = "") -> Any:
         return driver if "libcuda.so.1" in libraries else load(libraries, folders)
 
-    monkeypatch.setattr(kernel, "_load", loaded)
+    for module in (kernel, drivers):
+        monkeypatch.setattr(module, "load_library", loaded)
+    monkeypatch.setattr(drivers, "driver_of", functools.cache(drivers.Driver))
+    monkeypatch.setattr(kernel, "driver_of", drivers.driver_of)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: about)
     monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 40 + index, False)
@@ -157,6 +166,26 @@ def test_launch_that_fails_says_what_the_driver_said(driver: FakeDriver) -> None
     with pytest.raises(RuntimeError, match="error 700: an illegal memory access"):
         kernels.launch("gather_1", np.zeros((), kernel.ARGUMENTS), (1, 1, 1), (1, 1, 1))
     assert not driver.current.contexts
+
+
+@pytest.mark.parametrize("failing", ["", "cuThreadExchangeStreamCaptureMode", "cuDeviceGet"])
+def test_thread_that_asks_a_device_relaxes_its_own_captures_alone(
+    driver: FakeDriver, failing: str
+) -> None:
+    driver.failing, modes = failing, []
+
+    def ask() -> None:
+        driver.current.mode = 1
+        with drivers.relaxed_captures(1):
+            modes.append(driver.current.mode)
+        modes.append(driver.current.mode)
+        assert not driver.current.__dict__.get("contexts")
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    thread.join()
+    assert modes == [1 if failing else 2, 1]
+    assert not hasattr(driver.current, "mode")
 
 
 def test_kernels_are_compiled_once_for_each_device(

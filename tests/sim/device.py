@@ -44,7 +44,6 @@ class SimulatedStream:
             self.streams.wait_for(lambda: bool(self.streams.error) or event.reached > 0)
 
     def wait_event(self, event: SimulatedEvent) -> None:
-        self.streams.check("wait")
         self.streams.put(self, ("wait", (event, event.recorded)))
 
 
@@ -64,6 +63,8 @@ class SimulatedEvent:
 
     def query(self) -> bool:
         with self.streams.changed:
+            if not getattr(self.streams._local, "is_relaxed", False):
+                self.streams.unrelaxed.append(threading.current_thread().name)
             if self.recorded:
                 self.streams.check("query")
             return self.reached >= self.recorded
@@ -84,7 +85,7 @@ class SimulatedStreams(Streams):
     ----------
     faults : set of str
         What fails when kvshelf asks for it, though the engine's own work goes on: ``event``,
-        ``record``, ``query``, ``wait``, ``enqueue``, ``copy``. Once one has failed, queries fail
+        ``record``, ``query``, ``enqueue``, ``copy``. Once one has failed, queries fail
         too, as after an error for good.
     once : set of str
         What fails the next time only.
@@ -92,6 +93,8 @@ class SimulatedStreams(Streams):
         Bytes of its memory that are free.
     log : list of (str, str)
         What was enqueued, and the name of its stream: ``copy``, ``work``, ``wait``, ``record``.
+    unrelaxed : list of str
+        Threads that asked for an event in a way that would end another thread's capture.
     most_copies : dict of str to int
         The most copies to or from the host that were under way at once, by names of streams.
     """
@@ -109,6 +112,7 @@ class SimulatedStreams(Streams):
         self.error = ""
         self.problems: list[BaseException] = []
         self.ran: list[str] = []
+        self.unrelaxed: list[str] = []
         self._chance = random.Random(seed)
         self.streams: list[SimulatedStream] = []
         self._speeds: list[float] = []
@@ -141,6 +145,14 @@ class SimulatedStreams(Streams):
             yield
         finally:
             self._local.stream = before
+
+    @contextlib.contextmanager
+    def relaxed(self) -> Iterator[None]:
+        self._local.is_relaxed = True
+        try:
+            yield
+        finally:
+            self._local.is_relaxed = False
 
     def here(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()

@@ -325,7 +325,7 @@ def test_a_node_server_takes_stores_from_the_memory_of_a_worker(
 # ------------------------------------------------------------------------- failures
 
 
-@pytest.mark.parametrize("fault", ["event", "record", "query", "copy", "wait", "enqueue"])
+@pytest.mark.parametrize("fault", ["event", "record", "query", "copy", "enqueue"])
 @pytest.mark.parametrize("runner", RUNNERS)
 def test_after_a_device_failed_the_engine_goes_on_as_with_no_cache(
     start: Start,

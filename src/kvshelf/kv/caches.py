@@ -290,6 +290,13 @@ class KVMemory(ABC):
         """
         raise UnsupportedError(f"{type(self).__name__} has no tails")
 
+    def close(self, deadline: float | None = None) -> None:
+        """Wait for the copies that run, and begin no more. Idempotent.
+
+        The memory is its owner's again when this returns: a scatter that has not begun to write
+        raises. The deadline is as for :meth:`KVCache.pause`; by default in two seconds.
+        """
+
 
 class KVCache(KVMemory):
     """The paged KV cache of one worker: a :class:`KVMemory` that an engine owns."""
@@ -323,12 +330,6 @@ class KVCache(KVMemory):
 
     def resume(self) -> None:
         """Continue after :meth:`pause`: the caches are back, at the same addresses or others."""
-
-    def close(self, deadline: float | None = None) -> None:
-        """Wait for the copies that run and free the buffers. Idempotent.
-
-        The deadline is as for :meth:`pause`; by default two seconds.
-        """
 
 
 class HostKVCache(KVCache):

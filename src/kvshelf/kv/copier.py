@@ -11,8 +11,9 @@ it from there. Both are enqueued on the buffer's own stream, which has a high pr
 Who may use what, and when
 --------------------------
 * Work that comes later on the engine's stream may overwrite the blocks of a store.
-* The scatter of a load waits on the device for its fence, an event that was recorded on the
-  engine's stream. It never waits for work that was enqueued after that.
+* The scatter of a load is enqueued once the host has seen its fence, an event that was recorded on
+  the engine's stream. It never waits for work that was enqueued after that. What is enqueued runs
+  whenever the device gets to it, so after :meth:`Copier.refuse_loads` no scatter is enqueued.
 * A buffer for stores is free again once the host has seen the end of its last copy, a buffer for
   loads once the host has seen the end of its scatter. Payloads are theirs for as long.
 * Nothing is enqueued for the host that has to wait for the engine: a copy engine serves copies in
@@ -42,7 +43,7 @@ import torch
 from torch import Tensor
 
 from kvshelf.background import try_to_start
-from kvshelf.errors import DeviceStuckError
+from kvshelf.errors import DeviceStuckError, DeviceUnavailableError
 from kvshelf.kv import ops
 from kvshelf.kv.caches import ANSWER_SECONDS, PendingCopy
 from kvshelf.kv.copy_plan import CopyPlan
@@ -63,7 +64,7 @@ class Copy(PendingCopy):
         self.gathered = self.arrived = gathered
         self.buffer: Tensor | None = buffer
         self.payloads = payloads
-        self.error: RuntimeError | None = None
+        self.error: Exception | None = None
         self.ended = threading.Event()
 
     def done(self) -> bool:
@@ -117,7 +118,7 @@ class Copier:
     def __init__(
         self,
         streams: Streams,
-        on_error: Callable[[RuntimeError], RuntimeError],
+        on_error: Callable[[Exception], RuntimeError],
         stores: Sequence[Tensor] | None = None,
         loads: Sequence[Tensor | None] = (None, None),
     ) -> None:
@@ -131,7 +132,9 @@ class Copier:
         self._gathered: deque[Copy] = deque()
         self._unfinished = 0
         self._thread: threading.Thread | None = None
-        self._stops = self._is_stuck = False
+        #: Held while a scatter is enqueued.
+        self._enqueues_load = threading.Lock()
+        self._stops = self._is_stuck = self._refuses_loads = False
         self._deadline = inf
 
     def await_event(self, event: Any) -> None:
@@ -226,6 +229,15 @@ class Copier:
 
     def _run(self) -> None:
         """Copy to the host what was gathered, until :meth:`stop`."""
+        with contextlib.ExitStack() as stack:
+            # A device that cannot be made current fails the copies one by one.
+            with contextlib.suppress(RuntimeError):
+                # A question to a device, asked while another one is current, makes a context there.
+                stack.enter_context(self._streams.here())
+                stack.enter_context(self._streams.relaxed())
+            self._copy_gathered()
+
+    def _copy_gathered(self) -> None:
         sent: deque[Copy] = deque()
         while True:
             with self._changed:
@@ -234,16 +246,14 @@ class Copier:
                 copy = self._gathered.popleft() if self._gathered else None
             if copy is None and not sent:
                 return
-            # A question to a device, asked while another one is current, makes a context there.
-            with self._streams.here():
-                # What has arrived is not kept waiting for a gather that is not done.
-                while sent and (
-                    copy is None or _is_over(sent[0].arrived) or not _is_over(copy.gathered)
-                ):
-                    self._finish(sent.popleft())
-                if copy is not None:
-                    self._send(copy)
-                    sent.append(copy)
+            # What has arrived is not kept waiting for a gather that is not done.
+            while sent and (
+                copy is None or _is_over(sent[0].arrived) or not _is_over(copy.gathered)
+            ):
+                self._finish(sent.popleft())
+            if copy is not None:
+                self._send(copy)
+                sent.append(copy)
 
     def _send(self, copy: Copy) -> None:
         """Enqueue the copies of a buffer to the host, once its gather is done."""
@@ -259,14 +269,14 @@ class Copier:
                         self._to_host.copy(payload, packed[: payload.numel()])
                 finally:
                     copy.arrived.record(streams.current())
-        except RuntimeError as error:
+        except Exception as error:  # noqa: BLE001 - one copy fails, the thread goes on
             copy.error = error
 
     def _finish(self, copy: Copy) -> None:
         """Wait until a chunk is in host memory, or known not to come."""
         try:
             self.await_event(copy.arrived)
-        except RuntimeError as error:
+        except Exception as error:  # noqa: BLE001 - the thread must go on
             copy.error = copy.error or error
         if isinstance(copy.error, DeviceStuckError):
             return  # it may still write to the payloads: see Copy.done
@@ -307,6 +317,8 @@ class Copier:
         ------
         RuntimeError
             If the device fails.
+        DeviceUnavailableError
+            After :meth:`refuse_loads`; nothing was written to the caches.
         """
         streams = self._streams
         with self._changed:
@@ -314,7 +326,7 @@ class Copier:
                 self._changed.wait()
             buffer, stream = self._loads.popleft()
         try:
-            with streams.use(stream):
+            with streams.use(stream), streams.relaxed():
                 packed = plan.allocate(len(places)) if buffer is None else buffer
                 ended = streams.event()
                 try:
@@ -322,9 +334,12 @@ class Copier:
                         for payload, row in zip(payloads, packed, strict=False):
                             self._to_device.copy(row[: payload.numel()], payload)
                     if fence is not None:
-                        stream.wait_event(fence)
-                    plan.enqueue(streams, ops.scatter_kv, places, slots, packed)
-                    ended.record(streams.current())
+                        self.await_event(fence)
+                    with self._enqueues_load:
+                        if self._refuses_loads:
+                            raise DeviceUnavailableError("the engine took its KV caches back")
+                        plan.enqueue(streams, ops.scatter_kv, places, slots, packed)
+                        ended.record(streams.current())
                     self.await_event(ended)
                 except DeviceStuckError:
                     raise
@@ -339,7 +354,7 @@ class Copier:
     def _settle(self, stream: Any) -> None:
         """Wait, after an error, for what was enqueued before it."""
         # A device that cannot even be waited for does no work any more.
-        with contextlib.suppress(RuntimeError):
+        with contextlib.suppress(Exception):
             stream.synchronize()
 
     def drain(self, deadline: float) -> bool:
@@ -347,6 +362,16 @@ class Copier:
         with self._changed:
             seconds = max(0.0, deadline - time.monotonic())
             return self._changed.wait_for(lambda: not self._unfinished, seconds)
+
+    def refuse_loads(self, deadline: float) -> None:
+        """Enqueue no scatter any more: the caches are about to be somebody else's memory.
+
+        It waits for a scatter that is being enqueued, but no longer than to the deadline: a device
+        that hangs may hold up its caller.
+        """
+        self._refuses_loads = True
+        if self._enqueues_load.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            self._enqueues_load.release()
 
     def stop(self) -> None:
         """Let the thread end once it has copied what is left. No gather may follow."""
@@ -364,6 +389,6 @@ class Copier:
 
 def _is_over(event: Any) -> bool:
     """Whether a wait for an event ends at once, perhaps with an error."""
-    with contextlib.suppress(RuntimeError):
+    with contextlib.suppress(Exception):
         return bool(event.query())
     return True

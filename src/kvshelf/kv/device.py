@@ -57,6 +57,8 @@ LOAD_BUFFERS: Final = 2
 _SHARE: Final = 4
 _PAUSE_SECONDS: Final = 30.0
 _CLOSE_SECONDS: Final = 2.0
+#: Beyond the deadline, for a scatter that is being enqueued: microseconds, unless the device hangs.
+_REFUSE_SECONDS: Final = 0.1
 
 
 class _Usage:
@@ -78,13 +80,13 @@ class _Usage:
         self.is_closed = self.is_paused = False
         self.calls = 0
 
-    def note(self, error: RuntimeError) -> RuntimeError:
+    def note(self, error: Exception) -> RuntimeError:
         """Note an error of the device; return the one that callers get."""
         is_stuck = isinstance(error, DeviceStuckError)
         if isinstance(error, torch.OutOfMemoryError | DeviceUnavailableError) and not is_stuck:
             # The copies in plain torch allocate; a shortage of memory may be temporary.
             return error
-        text = str(error).strip().partition("\n")[0]
+        text = str(error).strip().partition("\n")[0] or type(error).__name__
         problem = f"{self.device} failed: {text}"
         if not (self.problem or is_stuck) and self._works():
             self._log.warning("%s. That chunk is not copied; the device still works", problem)
@@ -177,6 +179,28 @@ class _DeviceMemory(KVMemory):
                 )
             self._usage.call(self._copier.scatter, self._plan, places, slots, payloads, fence)
 
+    def close(self, deadline: float | None = None) -> None:
+        """See :meth:`~kvshelf.kv.caches.KVMemory.close`."""
+        deadline = time.monotonic() + _CLOSE_SECONDS if deadline is None else deadline
+        with self._usage.changed:
+            was_closed, self._usage.is_closed = self._usage.is_closed, True
+        if not was_closed:
+            self.pause(deadline)
+            self._copier.close(deadline)
+
+    def pause(self, deadline: float | None = None) -> None:
+        """See :meth:`~kvshelf.kv.caches.KVCache.pause`."""
+        deadline = time.monotonic() + _PAUSE_SECONDS if deadline is None else deadline
+        usage = self._usage
+        with usage.changed:
+            usage.is_paused = True
+            seconds = max(0.0, deadline - time.monotonic())
+            is_idle = usage.changed.wait_for(lambda: not usage.calls, seconds)
+        if not is_idle:
+            self._copier.refuse_loads(time.monotonic() + _REFUSE_SECONDS)
+        if not (self._copier.drain(deadline) and is_idle):
+            usage.note(DeviceStuckError("copies have not ended in time"))
+
     def _check(self, sizes: Sequence[int], slots: Tensor, payloads: Sequence[Tensor]) -> None:
         if len(payloads) != len(sizes):
             raise ValueError(f"{len(payloads)} payloads for {len(sizes)} shards")
@@ -266,17 +290,6 @@ class DeviceKVCache(_DeviceMemory, KVCache):
 
     # ------------------------------------------------------------- end
 
-    def pause(self, deadline: float | None = None) -> None:
-        """See :meth:`~kvshelf.kv.caches.KVCache.pause`."""
-        deadline = time.monotonic() + _PAUSE_SECONDS if deadline is None else deadline
-        usage = self._usage
-        with usage.changed:
-            usage.is_paused = True
-            seconds = max(0.0, deadline - time.monotonic())
-            is_idle = usage.changed.wait_for(lambda: not usage.calls, seconds)
-        if not (self._copier.drain(deadline) and is_idle):
-            usage.note(DeviceStuckError("copies have not ended in time"))
-
     def resume(self) -> None:
         """See :meth:`~kvshelf.kv.caches.KVCache.resume`."""
         usage = self._usage
@@ -286,15 +299,6 @@ class DeviceKVCache(_DeviceMemory, KVCache):
         self._bind(CopyPlan.of(self._plan.calls))
         with usage.changed:
             usage.is_paused = False
-
-    def close(self, deadline: float | None = None) -> None:
-        """See :meth:`~kvshelf.kv.caches.KVCache.close`."""
-        deadline = time.monotonic() + _CLOSE_SECONDS if deadline is None else deadline
-        with self._usage.changed:
-            was_closed, self._usage.is_closed = self._usage.is_closed, True
-        if not was_closed:
-            self.pause(deadline)
-            self._copier.close(deadline)
 
 
 def _allocate(plan: CopyPlan, nbytes: int, streams: Streams) -> list[Tensor]:

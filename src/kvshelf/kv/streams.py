@@ -12,6 +12,8 @@ from typing import Any, Final, cast
 
 import torch
 
+from kvshelf.kv.ops.driver import relaxed_captures
+
 _cuda: Final = cast(Any, torch.cuda)  # much of it has no types
 
 
@@ -45,6 +47,11 @@ class Streams:
     def here(self) -> AbstractContextManager[Any]:
         """Make the device the calling thread's."""
         return cast(AbstractContextManager[Any], _cuda.device(self._device))
+
+    def relaxed(self) -> AbstractContextManager[None]:
+        """Let the calling thread wait for the device while other threads capture graphs."""
+        index = cast("int | None", self._device.index)
+        return relaxed_captures(_cuda.current_device() if index is None else index)
 
     def enqueue(self, work: Callable[..., object], *arguments: Any) -> None:
         """Call `work`, which enqueues its work on the calling thread's stream.

@@ -62,6 +62,7 @@ from kvshelf.errors import (
 )
 from kvshelf.format.keys import Chunk
 from kvshelf.format.names import object_name
+from kvshelf.kv.caches import KVMemory
 from kvshelf.memory.arena import bytes_at
 from kvshelf.memory.ring import Share, Slot
 from kvshelf.shelf.view import FailedRead, ObjectRef, Pinned, ShelfView
@@ -706,3 +707,9 @@ class Loads(TransferHalf):
             for piece in self._lacking():
                 self._fail(piece, piece.leading, Failure.ERROR)
             self._work.notify_all()
+
+    def memory_in_use(self) -> list[KVMemory]:
+        """Return the callers' own memory that chunks are being scattered to."""
+        with self._lock:
+            pieces = [piece for piece in self._active if piece.scattering]
+        return [item.memory for piece in pieces for item in piece.items if item.memory is not None]

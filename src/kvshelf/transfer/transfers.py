@@ -277,6 +277,11 @@ class Transfers:
         deadline = time.monotonic() + _JOIN_SECONDS
         for half in halves:
             half.join(max(0.0, deadline - time.monotonic()))
+        deadline = time.monotonic() + _JOIN_SECONDS
+        for loads in self.loads.values():
+            # Callers may use their memory for something else when this returns.
+            for memory in loads.memory_in_use():
+                memory.close(deadline)
         for context in self._contexts.values():
             if context.cache is not None:
                 context.cache.close()

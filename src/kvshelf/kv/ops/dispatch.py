@@ -199,13 +199,7 @@ def _copy(
             return
     elif isinstance(call.layout, PagedLayout) and run_kernel(call, gather=gather):
         return
-    if not call.starts:
-        copy_torch(call, gather=gather)
-        return
-    size, layout = call.layout.chunk_bytes(call.tokens, call.num_heads), call.layout.as_ints()
-    for cache, start in zip(call.caches, call.starts, strict=True):
-        part = call.buffers[..., start : start + size]
-        _copy(gather, [cache], call.slots, part, layout, call.first_head, call.num_heads)
+    copy_torch(call, gather=gather)
 
 
 _LAYOUT: Final = "int[] layout, int first_head, int num_heads, int[] starts) -> ()"

@@ -1,7 +1,7 @@
 """Gather and scatter on GPUs: one kernel, compiled by NVRTC or HIPRTC for the device at hand.
 
-Owns the kernels of each device, their compilation and their launches, all of it through the
-driver's own interface. ``kernel.cu`` beside this module is the source, part of the package.
+Owns the kernels of each device, their compilation and their launches, all of it through
+:mod:`kvshelf.kv.ops.driver`. ``kernel.cu`` beside this module is the source, part of the package.
 
 Contracts
 ---------
@@ -15,9 +15,7 @@ Contracts
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import importlib.util
 import logging
 import threading
 from collections.abc import Iterator, Sequence
@@ -32,6 +30,7 @@ from kvshelf.background import THREAD_LIMIT, try_to_start
 from kvshelf.errors import ConfigError
 from kvshelf.kv.layout import PagedLayout
 from kvshelf.kv.ops.checks import Call, check_slots
+from kvshelf.kv.ops.driver import AMD, driver_of, load_library, names, relaxed_captures
 from kvshelf.kv.ops.library import requested
 
 logger = logging.getLogger(__name__)
@@ -56,73 +55,13 @@ ARGUMENTS: Final = np.dtype(
 )
 _OLDEST_CAPABILITY: Final = (7, 0)
 _OLDEST_DRIVER: Final = 12010
-#: ``CU_STREAM_CAPTURE_MODE_RELAXED``.
-_RELAXED: Final = 2
 #: More than a kernel counts in 32 bits is left to torch.
 _MOST: Final = 2**31
 #: Plans that are kept for each group of caches.
 _MAX_PLANS: Final = 64
 
 
-@dataclass(frozen=True, slots=True)
-class Names:
-    """What NVIDIA's and AMD's libraries call the same things.
-
-    Attributes
-    ----------
-    compilers, drivers : tuple of str
-        Libraries, the first one first.
-    folders : str
-        Pattern of the folders, below those of Python packages, in which compilers lie.
-    rtc, driver : str
-        Prefixes of the functions of the compiler and of the driver.
-    code, target, launch, error : str
-        The compiler's name for machine code and its option for the device; the driver's functions
-        that launch a kernel and explain an error.
-    """
-
-    compilers: tuple[str, ...]
-    drivers: tuple[str, ...]
-    folders: str
-    rtc: str
-    driver: str
-    code: str
-    target: str
-    launch: str
-    error: str
-
-
-NVIDIA: Final = Names(
-    *(("libnvrtc.so.13", "libnvrtc.so.12"), ("libcuda.so.1",), "nvidia/*/lib", "nvrtc", "cu"),
-    *("CUBIN", "--gpu-architecture=", "LaunchKernel", "GetErrorString"),
-)
-AMD: Final = Names(
-    ("libhiprtc.so.7", "libhiprtc.so.6", "libhiprtc.so"),
-    ("libamdhip64.so.7", "libamdhip64.so.6", "libamdhip64.so"),
-    *("torch/lib", "hiprtc", "hip"),
-    *("Code", "--offload-arch=", "ModuleLaunchKernel", "DrvGetErrorString"),
-)
-
-
-def names() -> Names:
-    """Return the names for the devices of this torch."""
-    return AMD if torch.version.hip else NVIDIA
-
-
 # ------------------------------------------------------------------------- compilation
-
-
-def _load(libraries: Sequence[str], folders: str = "") -> ctypes.CDLL:
-    """Return a library that is loaded, or that the system has, or a package of Python."""
-    paths = list(libraries)
-    package, _, below = folders.partition("/")
-    spec = importlib.util.find_spec(package) if package else None
-    for folder in (spec and spec.submodule_search_locations) or ():
-        paths += [str(path) for name in libraries for path in Path(folder).glob(f"{below}/{name}")]
-    for path in paths:
-        with contextlib.suppress(OSError):
-            return ctypes.CDLL(path)
-    raise RuntimeError(f"{libraries[0]} was not found, nor an older one")
 
 
 def compiler() -> ctypes.CDLL:
@@ -136,7 +75,7 @@ def compiler() -> ctypes.CDLL:
     of = names()
     # That of torch's own CUDA first: its code is for the drivers that torch runs with.
     major = f".{str(torch.version.cuda).partition('.')[0]}"
-    return _load(sorted(of.compilers, key=lambda name: not name.endswith(major)), of.folders)
+    return load_library(sorted(of.compilers, key=lambda name: not name.endswith(major)), of.folders)
 
 
 def compile_source(architecture: str, *options: str) -> tuple[bytes, str]:
@@ -198,63 +137,38 @@ class Kernels:
     """
 
     def __init__(self, index: int) -> None:
-        self._index, self._names = index, names()
-        self._driver = _load(self._names.drivers)
+        self._index = index
         about = torch.cuda.get_device_properties(index)
         self.processors = int(about.multi_processor_count)
-        self._context: ctypes.c_void_p | None = None
-        self._driver_text = ""
-        if self._names is AMD:
+        self._driver = driver_of(index)
+        driver_text = ""
+        if names() is AMD:
             self.architecture = str(about.gcnArchName).partition(":")[0]
         else:
             self.architecture = f"sm_{about.major}{about.minor}"
-            self._check_nvidia((about.major, about.minor))
+            driver_text = f", driver for {self._check_nvidia((about.major, about.minor))}"
         image, _ = compile_source(self.architecture)
-        self.origin = f"{self.architecture} by {compiler()._name}{self._driver_text}"
+        self.origin = f"{self.architecture} by {compiler()._name}{driver_text}"
         self._functions: dict[str, ctypes.c_void_p] = {}
-        with self._current():
+        with relaxed_captures(index), self._driver.current():
             module = ctypes.c_void_p()
-            self._call("ModuleLoadData", ctypes.byref(module), image)
+            self._driver.call("ModuleLoadData", ctypes.byref(module), image)
             for name in (f"{do}_{width}" for do in ("gather", "scatter") for width in WIDTHS):
                 function = self._functions[name] = ctypes.c_void_p()
-                self._call("ModuleGetFunction", ctypes.byref(function), module, name.encode())
+                self._driver.call(
+                    "ModuleGetFunction", ctypes.byref(function), module, name.encode()
+                )
 
-    def _check_nvidia(self, capability: tuple[int, int]) -> None:
-        """Refuse what takes no arguments of 6 KB, and make torch's context known."""
+    def _check_nvidia(self, capability: tuple[int, int]) -> str:
+        """Refuse what takes no arguments of 6 KB; return the driver's version of CUDA."""
         if capability < _OLDEST_CAPABILITY:
             raise RuntimeError(f"{self.architecture} is older than sm_70, the oldest that serves")
-        version, device, context = ctypes.c_int(), ctypes.c_int(), ctypes.c_void_p()
-        self._call("DriverGetVersion", ctypes.byref(version))
-        found = f"CUDA {version.value // 1000}.{version.value % 1000 // 10}"
+        version = ctypes.c_int()
+        self._driver.call("DriverGetVersion", ctypes.byref(version))
+        cuda = f"CUDA {version.value // 1000}.{version.value % 1000 // 10}"
         if version.value < _OLDEST_DRIVER:
-            raise RuntimeError(f"the driver is for {found}; 12.1 (driver 530) is needed")
-        self._driver_text = f", driver for {found}"
-        self._call("DeviceGet", ctypes.byref(device), self._index)
-        self._call("DevicePrimaryCtxRetain", ctypes.byref(context), device)
-        self._context = context
-        # On a thread in relaxed mode, loading code does not end a capture of another thread.
-        with contextlib.suppress(RuntimeError), self._current():
-            self._call("ThreadExchangeStreamCaptureMode", ctypes.byref(ctypes.c_int(_RELAXED)))
-
-    def _call(self, name: str, *arguments: Any) -> None:
-        code = int(getattr(self._driver, self._names.driver + name)(*arguments))
-        if code:
-            text = ctypes.c_char_p()
-            explain = getattr(self._driver, self._names.driver + self._names.error)
-            explain(code, ctypes.byref(text))
-            raise RuntimeError(f"{name} failed with error {code}: {(text.value or b'').decode()}")
-
-    @contextlib.contextmanager
-    def _current(self) -> Iterator[None]:
-        """Make torch's context current: a thread that is new has none. HIP needs none."""
-        with torch.cuda.device(self._index):
-            if self._context is not None:
-                self._call("CtxPushCurrent_v2", self._context)
-            try:
-                yield
-            finally:
-                if self._context is not None:
-                    self._call("CtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
+            raise RuntimeError(f"the driver is for {cuda}; 12.1 (driver 530) is needed")
+        return cuda
 
     def launch(
         self, name: str, arguments: np.ndarray, grid: Sequence[int], block: Sequence[int]
@@ -269,8 +183,8 @@ class Kernels:
         stream = ctypes.c_void_p(cast(Any, torch._C)._cuda_getCurrentRawStream(self._index))
         pointers = (ctypes.c_void_p * 1)(arguments.ctypes.data)
         function = self._functions[name]
-        with self._current():
-            self._call(self._names.launch, function, *grid, *block, 0, stream, pointers, None)
+        with self._driver.current():
+            self._driver.call(names().launch, function, *grid, *block, 0, stream, pointers, None)
 
 
 @dataclass(eq=False)

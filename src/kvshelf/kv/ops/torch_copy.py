@@ -34,32 +34,34 @@ def copy_torch(call: Call[Any], *, gather: bool) -> None:
     if call.tokens == 0:
         return
     with torch.inference_mode():
-        pieces = _chunk_view(call, call.shard_buffers)
+        word = widest_word(call, call.shard_buffers)
+        layers = _rows_of_layers(call, word)
+        # What is sent to the device is sent once for all layers.
+        copied: Tensor | None = None
         skipped = (slots < 0).nonzero().view(-1)
         if skipped.numel() == call.tokens:
-            if gather:
-                pieces.zero_()
+            for rows in layers if gather else ():
+                rows.zero_()
             return
         if skipped.numel() and gather:
             slots = slots.clamp(min=0)
+            skipped = sent(skipped, device)
         elif skipped.numel():
             kept = (slots >= 0).nonzero().view(-1)
             slots = slots.index_select(0, kept)
-            pieces = pieces.index_select(2, sent(kept, device))
-        if isinstance(call.layout, PermutedLayout):
-            indexes, views = _permuted(call, slots, pieces.dtype)
-            rows_of = pieces.view(*pieces.shape[:2], -1)
-        else:
-            indexes, views = _strided(call, slots, pieces.dtype)
-            rows_of = pieces
-        for cache, of_layer in zip(call.caches, rows_of, strict=True):
-            for index, paged, rows in zip(indexes, views(cache), of_layer, strict=True):
+            copied = sent(kept, device)
+        is_permuted = isinstance(call.layout, PermutedLayout)
+        indexes, views = (_permuted if is_permuted else _strided)(call, slots, word)
+        for cache, rows in zip(call.caches, layers, strict=True):
+            taken = rows if copied is None else rows.index_select(1, copied)
+            planes = taken.view(len(taken), -1) if is_permuted else taken
+            for index, paged, plane in zip(indexes, views(cache), planes, strict=True):
                 if gather:
-                    torch.index_select(paged, 0, index, out=rows)
+                    torch.index_select(paged, 0, index, out=plane)
                 else:
-                    paged.index_copy_(0, index, rows)
-        if skipped.numel() and gather:
-            pieces.index_fill_(2, sent(skipped, device), 0)
+                    paged.index_copy_(0, index, plane)
+            if skipped.numel() and gather:
+                rows.index_fill_(1, skipped, 0)
 
 
 def sent(tensor: Tensor, device: torch.device) -> Tensor:
@@ -71,11 +73,15 @@ def sent(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.to(device, non_blocking=True)
 
 
-def _chunk_view(call: Call[Any], buffers: Tensor) -> Tensor:
-    """[layers, kv_planes, tokens, shards, heads, words] view of buffers [shards, bytes]."""
-    word = widest_word(call, buffers)
-    shape = (call.shards, len(call.caches), call.layout.kv_planes, call.tokens, call.num_heads, -1)
-    return buffers.view(word).view(shape).permute(1, 2, 3, 0, 4, 5)
+def _rows_of_layers(call: Call[Any], word: torch.dtype) -> list[Tensor]:
+    """[kv_planes, tokens, shards, heads, words] view of the buffers for each layer."""
+    nbytes = call.layout.chunk_bytes(call.tokens, call.num_heads)
+    starts = call.starts or range(0, nbytes * len(call.caches), nbytes)
+    shape = (call.shards, call.layout.kv_planes, call.tokens, call.num_heads, -1)
+    return [
+        call.shard_buffers[:, start : start + nbytes].view(word).view(shape).permute(1, 2, 0, 3, 4)
+        for start in starts
+    ]
 
 
 def widest_word(call: Call[Any], buffers: Tensor) -> torch.dtype:
@@ -87,8 +93,8 @@ def widest_word(call: Call[Any], buffers: Tensor) -> torch.dtype:
     else:
         steps |= layout.token_stride | layout.kv_stride
     steps |= int(buffers.storage_offset()) | buffers.data_ptr()
-    for stride in buffers.stride()[:-1]:
-        steps |= stride
+    for step in (*buffers.stride()[:-1], *call.starts):
+        steps |= step
     for cache in call.caches:
         steps |= int(cache.storage_offset()) * cache.element_size() | cache.data_ptr()
     return next(dtype for width, dtype in WORDS if steps % width == 0)
