@@ -54,13 +54,13 @@ def check_vllm_version(version: str) -> None:
     """
     parts = version.split("+", maxsplit=1)[0].split(".")
     try:
-        found = (int(parts[0]), int(parts[1]))
+        installed_version = (int(parts[0]), int(parts[1]))
     except (IndexError, ValueError):
         # As "unknown".
-        found = (0, 0)
+        installed_version = (0, 0)
     low, high = SUPPORTED_VLLM
-    unnumbered = found == (0, 0) or version.startswith("0.1.dev")
-    if unnumbered or ("dev" in version and low <= found < high):
+    unnumbered = installed_version == (0, 0) or version.startswith("0.1.dev")
+    if unnumbered or ("dev" in version and low <= installed_version < high):
         logger.warning(
             "vLLM %s is a build from source: kvshelf is tested with releases >=%d.%d,<%d.%d",
             version,
@@ -68,7 +68,7 @@ def check_vllm_version(version: str) -> None:
             *high,
         )
         return
-    if not low <= found < high:
+    if not low <= installed_version < high:
         raise UnsupportedError(
             f"vLLM {version} found; this kvshelf works with vLLM"
             f" >={low[0]}.{low[1]},<{high[0]}.{high[1]}:"

@@ -159,17 +159,19 @@ class AdapterDigests:
             32 bytes, or None if the request can have no chunk keys. Done at once, or on the thread
             that reads the adapter's files.
         """
-        found: Future[bytes | None] = Future()
+        digest_future: Future[bytes | None] = Future()
         if adapter.load_inplace:
             self._warn(adapter, "it is loaded again for every step (load_inplace)")
         elif self.trusts(adapter):
             hashing = self._hash(adapter)
             if not hashing.overdue:
-                hashing.add_done_callback(lambda _: found.set_result(self._found(adapter, hashing)))
-                return found
+                hashing.add_done_callback(
+                    lambda _: digest_future.set_result(self._found(adapter, hashing))
+                )
+                return digest_future
             self._warn(adapter, "its files have not been read in time")
-        found.set_result(None)
-        return found
+        digest_future.set_result(None)
+        return digest_future
 
     def _found(self, adapter: Any, hashing: _Hashing) -> bytes | None:
         """Return the digest that was just computed, if it is that of all other requests."""
@@ -177,8 +179,8 @@ class AdapterDigests:
             self._warn(adapter, f"its files cannot be read ({str(error) or repr(error)})")
             return None
         number, (digest, stamp) = int(adapter.lora_int_id), hashing.result()
-        known = self._digests.setdefault(number, digest)
-        if known != digest:
+        first_digest = self._digests.setdefault(number, digest)
+        if first_digest != digest:
             self._untrusted.add(number)
             self._warn(
                 adapter, "its files changed; restart the engine, or load them under a new name"
@@ -188,7 +190,7 @@ class AdapterDigests:
             stamps = self._stamps.get(number, ())
             if stamp not in stamps:
                 self._stamps[number] = (*stamps, stamp)
-        return known if self.trusts(adapter) else None
+        return first_digest if self.trusts(adapter) else None
 
     def _hash(self, adapter: Any) -> _Hashing:
         """Return the hashing of an adapter's files that is running, or start it."""
@@ -228,9 +230,9 @@ class AdapterDigests:
     def _read(self, path: str) -> _Content:
         """Return an adapter's files as they are now."""
         began, (stamp, written) = time.time_ns(), _stamp(path)
-        known = self._read_before.get(path)
-        if known is not None and known.stamp == stamp:
-            return known
+        earlier_read = self._read_before.get(path)
+        if earlier_read is not None and earlier_read.stamp == stamp:
+            return earlier_read
         digest = lora_digest(_folder(path), cache=self._cache)
         if self._settings:
             digest = hashlib.sha256(digest + self._settings).digest()
@@ -333,8 +335,8 @@ class LoadedAdapters:
     def loaded(self, adapter: Any, before: bytes) -> None:
         """Note that vLLM has just loaded an adapter; `before` is the stamp of before it did."""
         number = int(adapter.lora_int_id)
-        known = not adapter.load_inplace and before == _stamp_or_empty(adapter)
-        self._stamps.setdefault(number, set()).add(before if known else b"")
+        is_unchanged = not adapter.load_inplace and before == _stamp_or_empty(adapter)
+        self._stamps.setdefault(number, set()).add(before if is_unchanged else b"")
 
     def may_store(self, content: AdapterContent | None) -> bool:
         """Whether KV that was just computed is known to be computed with this content."""
@@ -347,9 +349,9 @@ class LoadedAdapters:
     def _agrees(self, content: AdapterContent) -> bool:
         if self._stamps[content.number].issubset(content.stamps):
             return True
-        others = self._facts.next.other_adapters
-        if content.number not in others:
-            others.append(content.number)
+        other_adapters = self._facts.next.other_adapters
+        if content.number not in other_adapters:
+            other_adapters.append(content.number)
         return False
 
 
@@ -358,11 +360,11 @@ def _watched(method: Any) -> Any:
 
     @functools.wraps(method)
     def load(self: Any, adapter: Any, *args: Any, **kwargs: Any) -> Any:
-        before = _stamp_or_empty(adapter)
+        stamp_before = _stamp_or_empty(adapter)
         made = method(self, adapter, *args, **kwargs)
         for listener in list(listeners):
             try:
-                listener.loaded(adapter, before)
+                listener.loaded(adapter, stamp_before)
             except Exception as error:
                 logger.error("could not note that an adapter was loaded", exc_info=error)
         return made
@@ -373,10 +375,10 @@ def _watched(method: Any) -> Any:
 
 def _stamp(path: str) -> tuple[bytes, int]:
     """Return what changes when an adapter's files do, and when one was written last, in ns."""
-    found = [(str(file), stamp_of(file.stat())) for file in adapter_files(_folder(path))]
+    stamps = [(str(file), stamp_of(file.stat())) for file in adapter_files(_folder(path))]
     # Machines that mount one filesystem know it as different devices.
-    lines = [f"{name} {stamp[1:]}" for name, stamp in found]
-    written = max(time for _, stamp in found for time in stamp[-2:])
+    lines = [f"{name} {stamp[1:]}" for name, stamp in stamps]
+    written = max(time for _, stamp in stamps for time in stamp[-2:])
     return hashlib.sha256("\n".join(lines).encode()).digest(), written
 
 

@@ -21,14 +21,14 @@ def widen_cpu_affinity() -> None:
     # busy processors.
     try:
         allowed = os.sched_getaffinity(os.getppid())
-        own = os.sched_getaffinity(0)
-        free = allowed - own
+        processors = os.sched_getaffinity(0)
+        free = allowed - processors
         for sibling in _children_of(os.getppid()):
             bound = os.sched_getaffinity(sibling)
             if bound < allowed:
                 free -= bound
         if free:
-            os.sched_setaffinity(0, free | own)
+            os.sched_setaffinity(0, free | processors)
     except (AttributeError, OSError):
         pass
 

@@ -152,8 +152,8 @@ class KVShelfConnector(KVConnectorBase_V1, SupportsHMA):
         self._groups = CacheGroups(vllm_config, kv_cache_config)
         self._config = with_chunk_size(self._config, self._groups)
         if (memory := self._config.memory) is not None:
-            each = memory // local_ranks(vllm_config)
-            self._config = self._config.model_copy(update={"memory": each})
+            bytes_of_rank = memory // local_ranks(vllm_config)
+            self._config = self._config.model_copy(update={"memory": bytes_of_rank})
         if self._config.save_decode and _answers_see_a_window(kv_cache_config):
             self._config = self._config.model_copy(update={"save_decode": False})
             if role is KVConnectorRole.SCHEDULER:
@@ -162,8 +162,8 @@ class KVShelfConnector(KVConnectorBase_V1, SupportsHMA):
                     " of the answer, so the KV of an answer depends on where the prompt ended"
                 )
         _recompute_failed_loads(transfer)
-        others = _others_that_fill(vllm_config)
-        _check_other_loads(vllm_config, others)
+        other_connectors = _others_that_fill(vllm_config)
+        _check_other_loads(vllm_config, other_connectors)
         url, server = self._config.shared_storage_path, self._config.server
         if server is not None or directory_of(url or "") is None:
             # A remote store. The tier from which a hit will come is not known here.
@@ -203,12 +203,12 @@ class KVShelfConnector(KVConnectorBase_V1, SupportsHMA):
             if context > 1 and transfer.is_kv_producer:
                 logger.warning("this engine loads KV from the shelf and stores none: %s", refuses)
             second_runner = getattr(vllm_config, "use_v2_model_runner", False)
-            if others and second_runner and drafter_has_kv(vllm_config):
+            if other_connectors and second_runner and drafter_has_kv(vllm_config):
                 logger.warning(
                     "the drafter's KV is not stored: vLLM's second model runner drafts when vLLM"
                     " may know already that the step is over, and %s may fill blocks meanwhile."
                     " Fewer drafts are accepted behind a hit",
-                    ", ".join(others),
+                    ", ".join(other_connectors),
                 )
             self._side = self._scheduler = SchedulerSide(
                 SchedulerEngine(
@@ -242,7 +242,7 @@ class KVShelfConnector(KVConnectorBase_V1, SupportsHMA):
             self._side = self._worker = WorkerSide(
                 registration,
                 may_store=not refuses,
-                others_fill=bool(others),
+                others_fill=bool(other_connectors),
             )
 
     def _streams_of(self, device: torch.device) -> Streams | None:
@@ -388,8 +388,8 @@ class KVShelfConnector(KVConnectorBase_V1, SupportsHMA):
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         """Return how many further tokens the shelf has; None while that is not known."""
-        found = self._scheduler.matched_tokens(request, num_computed_tokens)
-        return found, bool(found)
+        matched_tokens = self._scheduler.matched_tokens(request, num_computed_tokens)
+        return matched_tokens, bool(matched_tokens)
 
     @_contained(
         lambda self, request, blocks, num_external_tokens: self._scheduler.loads.fail(
@@ -648,7 +648,7 @@ def _names_that_load() -> list[str]:
     """Return the names of the connectors inside the MultiConnector that load, this one's too."""
     transfer = getattr(_enclosing_multi_connector(), "_kv_transfer_config", None)
     children = getattr(transfer, "kv_connector_extra_config", {}).get("connectors", [])
-    return [one["kv_connector"] for one in children if one.get("kv_role") != "kv_producer"]
+    return [child["kv_connector"] for child in children if child.get("kv_role") != "kv_producer"]
 
 
 def _others_transfer() -> bool:
@@ -665,8 +665,8 @@ def _others_that_fill(vllm_config: Any) -> list[str]:
     device = getattr(vllm_config, "device_config", None)
     if device is not None and device.device_type == "cpu":
         return []
-    own = getattr(vllm_config.kv_transfer_config, "kv_connector", None)
-    waiting = (own, CONNECTOR_NAME, EARLIER_NAME, "OffloadingConnector")
+    connector_name = getattr(vllm_config.kv_transfer_config, "kv_connector", None)
+    waiting = (connector_name, CONNECTOR_NAME, EARLIER_NAME, "OffloadingConnector")
     return [name for name in _names_that_load() if name not in waiting]
 
 
@@ -701,8 +701,8 @@ def _is_first_in_multi_connector() -> bool:
     Only one of them hands over: vLLM ends the engine when two answer a request with the same
     fields.
     """
-    before = getattr(_enclosing_multi_connector(), "_connectors", ())
-    return not any(isinstance(connector, KVShelfConnector) for connector in before)
+    earlier_connectors = getattr(_enclosing_multi_connector(), "_connectors", ())
+    return not any(isinstance(connector, KVShelfConnector) for connector in earlier_connectors)
 
 
 def _enclosing_multi_connector() -> Any:

@@ -66,7 +66,7 @@ class EncoderOutputs:
 
     def begin(self) -> None:
         """Note that the weights may differ from now on."""
-        self._round |= {one: count for one, count in _resets.items() if one.cached}
+        self._round |= {cache: count for cache, count in _resets.items() if cache.cached}
 
     def settle(self, *, changed: bool) -> None:
         """Note whether the weights differ from those at the begin of the last round."""
@@ -79,8 +79,10 @@ class EncoderOutputs:
         """Whether an item of a request that is admitted now may have an output of old weights."""
         if not features:
             return False
-        found = self._old | self._round
-        old = self._all_old or any(_resets.get(one) == count for one, count in found.items())
+        resets_of = self._old | self._round
+        old = self._all_old or any(
+            _resets.get(cache) == count for cache, count in resets_of.items()
+        )
         if old and not self._warned:
             self._warned = True
             logger.warning(

@@ -122,25 +122,27 @@ class CacheGroups:
         self._specs: list[list[Any]] = []
         self.scratch = frozenset()
         if groups is None:
-            found = [CacheGroup(0, FULL, manager_block_size(vllm_config, None), 0, ())]
+            groups_found = [CacheGroup(0, FULL, manager_block_size(vllm_config, None), 0, ())]
         else:
             self.scratch = _check_cacheable(groups, kv_cache_config)
             self._specs = [list(iter_layer_specs(group.kv_cache_spec)) for group in groups]
             sizes = [int(group.kv_cache_spec.block_size) for group in groups]
             if len(groups) == 1:
                 sizes = [manager_block_size(vllm_config, kv_cache_config)]
-            found = [
+            groups_found = [
                 CacheGroup(index, FULL, size, 0, tuple(group.layer_names))
                 for index, (group, size) in enumerate(zip(groups, sizes, strict=True))
             ]
-        self._groups = tuple(found)
-        self.alignment = math.lcm(*(group.block_size for group in found))
+        self._groups = tuple(groups_found)
+        self.alignment = math.lcm(*(group.block_size for group in groups_found))
         # As resolve_kv_cache_block_sizes of vllm/v1/core/kv_cache_utils.py.
         unit = getattr(vllm_config.cache_config, "prefix_match_unit", None)
-        several = len(found) > 1
-        kept = [one for one in found if one.index not in self.scratch]
-        self.hash_block_size = (several and unit) or math.gcd(*(one.block_size for one in kept))
-        self._divide([one.index for one in kept])
+        several = len(groups_found) > 1
+        cached_groups = [one for one in groups_found if one.index not in self.scratch]
+        self.hash_block_size = (several and unit) or math.gcd(
+            *(one.block_size for one in cached_groups)
+        )
+        self._divide([one.index for one in cached_groups])
         self.hybrid = several or STATE in self.kinds
         if self.hybrid:
             self._check(vllm_config)
@@ -154,13 +156,13 @@ class CacheGroups:
             The layers of the model with a cache of their own, of all pipeline stages.
         """
         names = frozenset(layer_names)
-        own = [
+        model_groups = [
             group.index
             for group in self._groups
             if group.index not in self.scratch and not names.isdisjoint(group.layer_names)
         ]
-        if own:
-            self._divide(own)
+        if model_groups:
+            self._divide(model_groups)
 
     def _divide(self, own: Collection[int]) -> None:
         """Find the kinds of all groups, of which some are the model's own."""
@@ -173,8 +175,8 @@ class CacheGroups:
                 for group in self._groups
             )
         model = [group for group in self._groups if group.index in own]
-        others = self.scratch.union(own)
-        self.drafts = tuple(group for group in self._groups if group.index not in others)
+        not_drafts = self.scratch.union(own)
+        self.drafts = tuple(group for group in self._groups if group.index not in not_drafts)
         kinds = {group.kind for group in model}
         self.kinds = tuple(kind for kind in KINDS if kind in kinds)
         self.mixed = len(model) > 1 or STATE in kinds
@@ -199,8 +201,12 @@ class CacheGroups:
 
     def of(self, kind: Kind) -> tuple[CacheGroup, ...]:
         """Return the model's groups of a kind."""
-        others = self.scratch.union(group.index for group in self.drafts)
-        return tuple(one for one in self._groups if one.kind == kind and one.index not in others)
+        hidden = self.scratch.union(group.index for group in self.drafts)
+        return tuple(
+            candidate
+            for candidate in self._groups
+            if candidate.kind == kind and candidate.index not in hidden
+        )
 
     def _check(self, vllm_config: Any) -> None:
         """Refuse what a hybrid engine cannot be served with."""
@@ -272,7 +278,7 @@ def _check_cacheable(groups: Sequence[Any], kv_cache_config: Any) -> frozenset[i
 
 
 def _is_ring(spec: Any) -> bool:
-    return all(isinstance(one, CircularBufferSpec) for one in iter_layer_specs(spec))
+    return all(isinstance(layer_spec, CircularBufferSpec) for layer_spec in iter_layer_specs(spec))
 
 
 def _kind_of(specs: Iterable[Any], *, single: bool) -> Kind:

@@ -158,10 +158,10 @@ class Handshake:
             self.announcing, self._deadline = False, 0.0
         self._reports.update(reports)
         self._weights.update(weights)
-        changed = [found for found in weights.values() if found.changed]
+        changed = [report for report in weights.values() if report.changed]
         if changed:
             self._noticed = self._noticed_late = True
-        return any(found.round == self.round for found in changed)
+        return any(report.round == self.round for report in changed)
 
     @property
     def weights_changed(self) -> bool:
@@ -226,9 +226,11 @@ class Handshake:
         at_start = self._name_at_start()
         if not self.checking:
             return at_start
-        reports = [one for one in self._weights.values() if one.round == self.round]
-        problem = next((one.problem for one in reports if one.problem), "")
-        digests = {rank: one.digest for rank, one in self._weights.items() if one in reports}
+        reports = [report for report in self._weights.values() if report.round == self.round]
+        problem = next((report.problem for report in reports if report.problem), "")
+        digests = {
+            rank: report.digest for rank, report in self._weights.items() if report in reports
+        }
         if len(reports) < self.ranks or not (problem or all(digests.values())):
             return None
         first = self._united_first
@@ -242,7 +244,7 @@ class Handshake:
         name = self._version(reports)
         if name is None and problem:
             self._say_unnamed(problem)
-        elif name is None and not any(one.packed for one in reports):
+        elif name is None and not any(report.packed for report in reports):
             name = f"params:{self._united}"
         elif name is None and at_start is not None:
             # The digests stand for packed weights only in this engine and its like.
@@ -258,8 +260,8 @@ class Handshake:
         if name != BY_PARAMETERS:
             return name
         first = self._united_first
-        problem = next((one.problem for one in self._weights.values() if one.problem), "")
-        if any(one.packed for one in self._weights.values()):
+        problem = next((report.problem for report in self._weights.values() if report.problem), "")
+        if any(report.packed for report in self._weights.values()):
             problem = "vLLM has packed parameters into memory that cannot be read"
         elif self._holds_a_part:
             problem = "other engines hold a part of them (expert parallelism)"
@@ -276,7 +278,7 @@ class Handshake:
 
     @property
     def _united_first(self) -> str | None:
-        digests = {rank: one.first for rank, one in self._weights.items() if one.first}
+        digests = {rank: report.first for rank, report in self._weights.items() if report.first}
         return self._unite(digests) if len(digests) == self.ranks else None
 
     def _version(self, reports: Sequence[WeightsReport]) -> str | None:

@@ -207,15 +207,15 @@ def _mark(feature: Any, shared: bool, lora: Any = None) -> None:
     adapter = feature.identifier[: len(feature.identifier) - len(name)]
     if adapter and not shared:
         adapter = _adapter_mark(lora)
-    found = name
+    marked_name = name
     if shared or isinstance(name, _ContentHash):
-        found = _unmarked(name)
+        marked_name = _unmarked(name)
     elif not name.startswith((CLIENT, UNKNOWN)):
-        found = CLIENT + name
+        marked_name = CLIENT + name
         # Items in shared memory are signed with their name, and processes keep none of them.
         if name.startswith(CONTENT) and "signature" not in (feature.data or ()):
             name = CLIENT + name
-    feature.identifier = adapter + str(found)
+    feature.identifier = adapter + str(marked_name)
     # A request is encoded for the engine's process, which knows no subclasses of str.
     feature.mm_hash = str(name)
 
@@ -275,8 +275,8 @@ class ItemIds:
             )
             return False
         if self._trust or request.cache_salt:
-            known = self._media.processor is not None
-            return known or all(map(self._names_processor, features))
+            is_named = self._media.processor is not None
+            return is_named or all(map(self._names_processor, features))
         if all(map(self._is_content, features)):
             return True
         self._counters.add("uuid_requests")
@@ -313,8 +313,8 @@ class ItemIds:
 
     def _names_processor(self, feature: Any) -> bool:
         """Whether an id holds the digest of the processor's files."""
-        found = _MARKED_UUID.search(feature.identifier)
-        return self._is_content(feature) if found is None else found[1] is not None
+        match = _MARKED_UUID.search(feature.identifier)
+        return self._is_content(feature) if match is None else match[1] is not None
 
     def _warn(self, reason: str) -> None:
         self._warn_once(
@@ -337,9 +337,9 @@ class ItemIds:
         if self._is_content(feature):
             return f"{name}{_ENGINE}{options}" if options else name
         processor = self._media.processor
-        if (found := _MARKED_UUID.search(name)) is not None:
-            processor = found[1] or processor
-            name = name[: found.start()] + ("" if self._trust else CLIENT) + name[found.end() :]
+        if (match := _MARKED_UUID.search(name)) is not None:
+            processor = match[1] or processor
+            name = name[: match.start()] + ("" if self._trust else CLIENT) + name[match.end() :]
         by = hashlib.sha256(f"{processor} {options}".encode()).hexdigest()
         return f"{name}{_ENGINE}{by}"
 

@@ -136,8 +136,8 @@ def discover_layouts(
     UnsupportedError
         If a layer uses other memory than the cache registered for it.
     """
-    known: dict[object, PagedLayout | PermutedLayout] = {}
-    found = []
+    layout_of_form: dict[object, PagedLayout | PermutedLayout] = {}
+    layouts = []
     for name in names:
         layer, cache = layers[name], kv_caches[name]
         bound = getattr(layer, "kv_cache", None)
@@ -164,20 +164,20 @@ def discover_layouts(
                 cache.device,
                 getattr(layer, "isa", None),
             )
-            learned = _learn(cache, shape, write, known.get(kind))
+            learned = _learn(cache, shape, write, layout_of_form.get(kind))
             if isinstance(learned.layout, PermutedLayout) and cache.device.type != "cpu":
                 raise _UnknownError(
                     "its elements are permuted inside blocks, which no GPU kernel supports"
                 )
             if learned.layout is not None:
-                known[kind] = learned.layout
+                layout_of_form[kind] = learned.layout
         except _UnknownError as unknown:
             learned = LearnedLayout(None, str(unknown))
         except Exception as error:  # noqa: BLE001  a layer may lack expected attributes
             learned = LearnedLayout(None, f"{type(error).__name__}: {error}")
         if learned.layout is None:
             dtype = "U8"
-        found.append(
+        layouts.append(
             LayerCache(
                 name,
                 cache,
@@ -189,7 +189,7 @@ def discover_layouts(
                 f"{backend.__module__}.{backend.__qualname__}",
             )
         )
-    return found
+    return layouts
 
 
 def _learn(
@@ -224,9 +224,9 @@ def takes(signature: inspect.Signature, expected: Sequence[str]) -> bool:
     parameters = list(signature.parameters.values())
     first, further = parameters[: len(expected)], parameters[len(expected) :]
     return (
-        [one.name for one in first] == list(expected)
-        and all(one.kind in _BY_POSITION for one in first)
-        and all(one.default is not one.empty for one in further)
+        [parameter.name for parameter in first] == list(expected)
+        and all(parameter.kind in _BY_POSITION for parameter in first)
+        and all(parameter.default is not parameter.empty for parameter in further)
     )
 
 
@@ -276,8 +276,8 @@ def _writer(
     impl = _implementation(layer)
     if getattr(layer, "kv_sharing_target_layer_name", None) is not None:
         raise _UnknownError("it shares another layer's cache")
-    if other := fused_writer(layer):
-        raise _UnknownError(other)
+    if fused := fused_writer(layer):
+        raise _UnknownError(fused)
     bound: Tensor = layer.kv_cache
     if isinstance(impl, AttentionImpl):
         expected = ATTENTION_UPDATE
@@ -472,18 +472,18 @@ def choose_layout(
 def _check_opaque(
     layer: LayerCache, option: str, chunk_size: int, block_size: int, context_ranks: int
 ) -> None:
-    where = _unknown_text(layer)
+    reason = _unknown_text(layer)
     if option != "auto":
-        raise ConfigError(f"layout={option} cannot be used: {where}. Set layout to auto")
+        raise ConfigError(f"layout={option} cannot be used: {reason}. Set layout to auto")
     if context_ranks > 1:
         raise ConfigError(
-            f"{where}. So only whole blocks can be stored, but decode context parallelism spreads"
+            f"{reason}. So only whole blocks can be stored, but decode context parallelism spreads"
             f" the tokens of a block over {context_ranks} ranks: set decode_context_parallel_size"
             " to 1, or use an attention backend whose layout kvshelf knows"
         )
     if chunk_size % block_size:
         raise ConfigError(
-            f"{where}. So only whole blocks can be stored, but chunk_size={chunk_size} is not a"
+            f"{reason}. So only whole blocks can be stored, but chunk_size={chunk_size} is not a"
             f" multiple of the block size {block_size}: set chunk_size to a multiple"
         )
 
@@ -549,8 +549,8 @@ def _opaque(
                 " --kv-transfer-config for this model"
             ) from None
         slots = int(engine["num_blocks"]) * block_size  # type: ignore[call-overload]
-        unit, rest = divmod(slots, cache.shape[block_dim])
-        if rest or not unit or block_size % unit:
+        unit, remainder = divmod(slots, cache.shape[block_dim])
+        if remainder or not unit or block_size % unit:
             raise UnsupportedError(
                 f"the KV cache of layer {layer.name} has shape {list(cache.shape)}, which cannot"
                 f" be divided into blocks of a divisor of {block_size} tokens; remove"

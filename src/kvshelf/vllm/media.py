@@ -83,7 +83,10 @@ class ProcessorFiles:
         self._copied = bool(getattr(model, "model_weights", ""))
         self.folder = _folder(str(model.model), commit or model.revision)
         self._settings = sorted(
-            file for place in _places(self.folder) for one in _SETTINGS for file in place.glob(one)
+            file
+            for folder in _places(self.folder)
+            for pattern in _SETTINGS
+            for file in folder.glob(pattern)
         )
         self._code = sorted(self._code_files(model)) if model.trust_remote_code else []
         self._tokenizers = sorted(self._tokenizer_files(model))
@@ -116,7 +119,9 @@ class ProcessorFiles:
         for file in self._tokenizers:
             if file.suffix != ".json":
                 lines.append(file.name)
-            elif parts := {name: one for name, one in _read(file).items() if name in _TEKKEN}:
+            elif parts := {
+                name: content for name, content in _read(file).items() if name in _TEKKEN
+            }:
                 lines.append(f"{file.name} {_digest_of(parts)}")
         # Last, so that what was read is older.
         for file in (*self._settings, *self._code, *self._tokenizers):
@@ -126,19 +131,19 @@ class ProcessorFiles:
 
     def _code_files(self, model: Any) -> Iterator[Path]:
         """Yield the modules among which the processor's are, where it has code of its own."""
-        others = set()
+        other_repositories = set()
         named = False
         for file in (*self._settings, *(self.folder / name for name in _NAME_CODE)):
             content = _read(file) if file.is_file() else {}
             for name, places in (content.get("auto_map") or {}).items():
                 if _CODE_OF.fullmatch(name):
                     named = True
-                    for place in [places] if isinstance(places, str) else places:
-                        repository, found, _ = str(place).rpartition("--")
-                        others |= {repository} if found else set()
+                    for reference in [places] if isinstance(places, str) else places:
+                        repository, separator, _ = str(reference).rpartition("--")
+                        other_repositories |= {repository} if separator else set()
         if named:
             yield from self.folder.glob("*.py")
-        for repository in others:
+        for repository in other_repositories:
             yield from _folder(repository, getattr(model, "code_revision", None)).glob("*.py")
 
     def _tokenizer_files(self, model: Any) -> Iterator[Path]:
@@ -161,7 +166,9 @@ class ProcessorFiles:
 
 def _places(folder: Path) -> Iterator[Path]:
     yield folder
-    yield from (one for one in folder.iterdir() if one.is_dir() and not one.name.startswith("."))
+    yield from (
+        entry for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith(".")
+    )
 
 
 def _folder(name: str, revision: str | None) -> Path:
@@ -193,8 +200,8 @@ def _digest_of(content: Any) -> str:
 
 def _kept(content: Any) -> Any:
     if isinstance(content, dict):
-        return {name: _kept(one) for name, one in content.items() if name not in _LEFT_OUT}
-    return [_kept(one) for one in content] if isinstance(content, list) else content
+        return {name: _kept(value) for name, value in content.items() if name not in _LEFT_OUT}
+    return [_kept(value) for value in content] if isinstance(content, list) else content
 
 
 def engine_start_time() -> float:
@@ -240,12 +247,16 @@ def processor_of(model: Any, since: float, *, made_anew: bool = False) -> str | 
     key = tuple(str(getattr(model, name, None)) for name in (*names, "trust_remote_code"))
     with _digests_lock:
         if key not in _digests:
-            before = _stamps(model)
-            _digests[key] = processor_digest(model, since), before
-        digest, before = _digests[key]
-        if made_anew and digest is not None and (before is None or before != _stamps(model)):
+            stamps_before = _stamps(model)
+            _digests[key] = processor_digest(model, since), stamps_before
+        digest, stamps_before = _digests[key]
+        if (
+            made_anew
+            and digest is not None
+            and (stamps_before is None or stamps_before != _stamps(model))
+        ):
             logger.warning(_NOT_KNOWN, "its files have changed")
-            _digests[key] = digest, before = None, None
+            _digests[key] = digest, stamps_before = None, None
         return digest
 
 

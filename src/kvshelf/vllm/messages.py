@@ -84,15 +84,15 @@ class Inbox(Generic[_M]):
     def take(self, messages: Iterable[tuple[int, _M]]) -> None:
         """Give each receiver the messages that it does not have."""
         messages = list(messages)
-        for place, receive in enumerate(self._receivers):
+        for index, receive in enumerate(self._receivers):
             for number, message in messages:
-                if number <= self._taken[place]:
+                if number <= self._taken[index]:
                     continue
                 try:
                     receive(message)
                 except Exception as error:  # noqa: BLE001 - the others must get theirs
-                    self._tries[place] += 1
+                    self._tries[index] += 1
                     _log.error("a message between the connector's sides failed", exc_info=error)
-                    if self._tries[place] < MOST_TRIES:
+                    if self._tries[index] < MOST_TRIES:
                         break
-                self._taken[place], self._tries[place] = number, 0
+                self._taken[index], self._tries[index] = number, 0

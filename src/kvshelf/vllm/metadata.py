@@ -408,5 +408,8 @@ class WorkerMetadata(KVConnectorWorkerMetadata):
         """Merge with what another rank sent in the same step."""
         assert isinstance(other, WorkerMetadata)
         return WorkerMetadata(
-            **{one.name: getattr(self, one.name) | getattr(other, one.name) for one in fields(self)}
+            **{
+                member.name: getattr(self, member.name) | getattr(other, member.name)
+                for member in fields(self)
+            }
         )

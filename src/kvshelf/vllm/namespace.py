@@ -175,8 +175,8 @@ def _scales_digest(layers: Sequence[LayerScales]) -> str | None:
     scales = [
         value
         for layer in layers
-        for found in layer
-        for value in (found if isinstance(found, tuple) else (found,))
+        for scale in layer
+        for value in (scale if isinstance(scale, tuple) else (scale,))
     ]
     if not scales:
         return None
@@ -219,10 +219,10 @@ def unite_ranks(
     united: list[LayerScales] = []
     for shape, *layers in zip(plain[0].layer_shapes, *scales, strict=True):
         together: list[float | tuple[float, ...]] = []
-        for found in zip(*layers, strict=True):
-            parts = [one if isinstance(one, tuple) else (one,) for one in found]
+        for scales_of_ranks in zip(*layers, strict=True):
+            parts = [scale if isinstance(scale, tuple) else (scale,) for scale in scales_of_ranks]
             copies = 1
-            if isinstance(found[0], float):
+            if isinstance(scales_of_ranks[0], float):
                 copies = ranks
             elif len(parts[0]) == 1 and (heads := shape_heads(shape)):
                 copies = ranks // head_groups(heads, ranks)
@@ -230,8 +230,8 @@ def unite_ranks(
                 # Neighbours hold the same head, and ranks of prefill context the same heads.
                 if part != parts[rank % ranks // copies * copies]:
                     raise _ranks_differ(first_rank + rank, first_rank)
-            if isinstance(found[0], float):
-                together.append(found[0])
+            if isinstance(scales_of_ranks[0], float):
+                together.append(scales_of_ranks[0])
             else:
                 together.append(tuple(itertools.chain.from_iterable(parts[:ranks:copies])))
         united.append(tuple(together))
@@ -359,9 +359,9 @@ def make_topologies(
     """
     fields = ("layouts", "layer_shapes", "layer_dtypes", "kinds")
     record: dict[str, Any] = {
-        name: [one for part in stages for one in getattr(part, name)] for name in fields
+        name: [item for part in stages for item in getattr(part, name)] for name in fields
     }
-    attention = [one for part in stages for one in part.attention]
+    attention = [item for part in stages for item in part.attention]
     record |= {
         "stages": [len(part.layer_names) for part in stages],
         "kv_heads": total_kv_heads(vllm_config, attention),
@@ -409,7 +409,11 @@ def _stated_kv_heads(model: Any) -> set[int]:
     """Return the numbers of KV heads that vLLM's configuration states for single layers."""
     arch = getattr(model, "model_arch_config", None)
     overrides = getattr(arch, "per_layer_overrides", None) or ()
-    return {int(one["total_num_kv_heads"]) for one in overrides if one.get("total_num_kv_heads")}
+    return {
+        int(override["total_num_kv_heads"])
+        for override in overrides
+        if override.get("total_num_kv_heads")
+    }
 
 
 def layer_kv_heads(vllm_config: Any, name: str, heads: int) -> int | None:
@@ -512,8 +516,8 @@ def _own_patterns(modules: Sequence[object]) -> tuple[str, ...] | None:
 
     vLLM: ``DefaultModelLoader.get_all_weights``; Cosmos3.
     """
-    found = getattr(modules[0], "allow_patterns_overrides", None) if modules else None
-    return None if found is None else tuple(found)
+    patterns = getattr(modules[0], "allow_patterns_overrides", None) if modules else None
+    return None if patterns is None else tuple(patterns)
 
 
 def _secondary_weights(modules: Sequence[object], repository: str) -> list[_WeightSource]:
@@ -523,16 +527,16 @@ def _secondary_weights(modules: Sequence[object], repository: str) -> list[_Weig
     when it is built (``_load_audio_tokenizer`` in vllm/model_executor/models/mimo_audio.py).
     """
     sources = []
-    for one in getattr(modules[0], "secondary_weights", ()) if modules else ():
-        patterns = one.allow_patterns_overrides
+    for source in getattr(modules[0], "secondary_weights", ()) if modules else ():
+        patterns = source.allow_patterns_overrides
         sources.append(
             _WeightSource(
-                str(one.model_or_path),
-                one.subfolder or "",
+                str(source.model_or_path),
+                source.subfolder or "",
                 None if patterns is None else tuple(patterns),
             )
         )
-    if any(type(one).__name__ == "MiMoAudioTokenizer" for one in modules):
+    if any(type(source).__name__ == "MiMoAudioTokenizer" for source in modules):
         names = ("model.safetensors", "pytorch_model.bin")
         sources.append(_WeightSource(repository, "audio_tokenizer", names))
     return sources
@@ -582,7 +586,7 @@ class WeightsIdentity:
         self._config = config
         self._on_known = on_known
         self._on_problem = on_problem
-        self._classes = {type(one) for one in modules}
+        self._classes = {type(module) for module in modules}
         self._patterns = _own_patterns(modules)
         self._secondary = _secondary_weights(modules, str(vllm_config.model_config.model))
         self._cancel = threading.Event()
@@ -609,16 +613,16 @@ class WeightsIdentity:
         self._cancel.set()
 
     def _run(self) -> None:
-        what = "configuration"
+        part = "configuration"
         try:
             published = read_published(self._vllm_config, self._classes, process_start_time())
-            what = "weights"
-            found = self._find()
+            part = "weights"
+            weights = self._find()
         except Exception as error:  # noqa: BLE001 - reported to on_problem
             if not self._cancel.is_set():
-                self._on_problem(_NOT_IDENTIFIED[what].format(error))
+                self._on_problem(_NOT_IDENTIFIED[part].format(error))
             return
-        self._on_known(found, published)
+        self._on_known(weights, published)
 
     def _find(self) -> str:
         if (name := weights_name(self._config.weights)) is not None:
@@ -637,19 +641,21 @@ class WeightsIdentity:
 
     def _fingerprint(self, load_format: str, changed_since: float) -> str:
         model = self._vllm_config.model_config
-        others = [
+        other_models = [
             getattr(getattr(model, "hf_config", None), name, None)
             for name in ("audio_model_id", "text_model_id")
         ]
-        others += [one.repository for one in self._secondary if one.repository != str(model.model)]
-        if other := next(filter(None, others), None):
-            raise ConfigError(f"a part of the weights comes from another model, {other}")
+        other_models += [
+            source.repository for source in self._secondary if source.repository != str(model.model)
+        ]
+        if other_model := next(filter(None, other_models), None):
+            raise ConfigError(f"a part of the weights comes from another model, {other_model}")
         model_dir = local_model_dir(self._vllm_config)
         files = weight_files(model_dir, load_format, patterns=self._patterns)
-        for one in self._secondary:
-            folder = model_dir / one.subfolder
-            files += weight_files(folder, load_format, patterns=one.patterns)
-            if one.subfolder and (configuration := folder / "config.json").is_file():
+        for source in self._secondary:
+            folder = model_dir / source.subfolder
+            files += weight_files(folder, load_format, patterns=source.patterns)
+            if source.subfolder and (configuration := folder / "config.json").is_file():
                 # It decides what is computed with these weights, and no other field holds it.
                 files.append(configuration)
         files = sorted(set(files))
@@ -658,9 +664,9 @@ class WeightsIdentity:
         check_unchanged(folders, files, changed_since, unknown)
         root = model_dir if model_dir.is_dir() else model_dir.parent
         if self._config.weights == "sampled":
-            found = sampled_fingerprint(files, root=root)
+            fingerprint = sampled_fingerprint(files, root=root)
         else:
-            found = weights_fingerprint(
+            fingerprint = weights_fingerprint(
                 files,
                 root=root,
                 cache=FingerprintCache(cache_dir() / "fingerprints.json"),
@@ -669,4 +675,4 @@ class WeightsIdentity:
             )
         # Once more: what was read may be newer than what the engine loaded.
         check_unchanged(folders, files, changed_since, unknown)
-        return found
+        return fingerprint

@@ -115,11 +115,11 @@ def attention_temperature(modules: Iterable[object]) -> tuple[str, ...]:
     return tuple(
         sorted(
             {
-                f"{float(one.floor_scale)!r} {float(one.attn_scale)!r}"
-                for one in modules
-                if getattr(one, "attn_temperature_tuning", False)
-                and hasattr(one, "floor_scale")
-                and hasattr(one, "attn_scale")
+                f"{float(module.floor_scale)!r} {float(module.attn_scale)!r}"
+                for module in modules
+                if getattr(module, "attn_temperature_tuning", False)
+                and hasattr(module, "floor_scale")
+                and hasattr(module, "attn_scale")
             }
         )
     )
@@ -159,7 +159,7 @@ def _modelscope_folder(model: Any, load_config: Any) -> Path | None:
     try:
         from modelscope.hub.snapshot_download import snapshot_download
 
-        found = snapshot_download(
+        folder = snapshot_download(
             model_id=str(model.model),
             revision=model.revision,
             cache_dir=load_config.download_dir,
@@ -167,7 +167,7 @@ def _modelscope_folder(model: Any, load_config: Any) -> Path | None:
         )
     except (ImportError, OSError, ValueError):
         return None
-    return Path(found)
+    return Path(folder)
 
 
 def check_unchanged(
@@ -228,8 +228,8 @@ def _reads_token_ids(model: Any) -> bool:
     name = getattr(model, "architecture", None)
     if name not in READ_NO_TOKEN_IDS or model.using_transformers_backend():
         return True
-    found = getattr(model.registry.models.get(name), "module_name", "")
-    return not str(found).startswith(_OWN_MODELS)
+    module_name = getattr(model.registry.models.get(name), "module_name", "")
+    return not str(module_name).startswith(_OWN_MODELS)
 
 
 def is_hub_link(file: Path) -> bool:

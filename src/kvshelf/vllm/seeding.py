@@ -216,9 +216,9 @@ class OfflineEngine:
         """
         begin = time.monotonic()
         while True:
-            found: Namespace | None = self._connector.namespace
-            if found is not None:
-                return found
+            namespace: Namespace | None = self._connector.namespace
+            if namespace is not None:
+                return namespace
             if self._connector.disabled:
                 raise ConfigError("the engine cannot store on the shelf; the line above says why")
             if time.monotonic() - begin >= _IDENTITY_SECONDS:
@@ -271,5 +271,5 @@ def _drain(worker: object, seconds: float) -> int:
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     connector: Any = get_kv_transfer_group()
-    left: int = connector.drain(seconds)
-    return left
+    pending_chunks: int = connector.drain(seconds)
+    return pending_chunks

@@ -61,7 +61,9 @@ class ShelfStats(KVConnectorStats):
             elif isinstance(theirs, dict):
                 data[name] = {**ours, **theirs}
             elif isinstance(theirs, list):
-                data[name] = [one + another for one, another in zip(ours, theirs, strict=True)]
+                data[name] = [
+                    ours_value + another for ours_value, another in zip(ours, theirs, strict=True)
+                ]
             else:
                 data[name] = ours + theirs
         return self
@@ -99,7 +101,9 @@ class ShelfStats(KVConnectorStats):
         taken = counters.take()
         if not taken:
             return None
-        return cls({name: {source: one} if name in GAUGES else one for name, one in taken.items()})
+        return cls(
+            {name: {source: value} if name in GAUGES else value for name, value in taken.items()}
+        )
 
     def is_empty(self) -> bool:
         """Whether nothing was measured."""
@@ -183,12 +187,12 @@ class ShelfPromMetrics(KVConnectorPromMetrics):
     def observe(self, transfer_stats_data: Mapping[str, Any], engine_idx: int = 0) -> None:
         """Add what was measured in one interval."""
         for name, value in transfer_stats_data.items():
-            place = engine_idx, name
-            metric = self._metrics.get(place)
+            series = engine_idx, name
+            metric = self._metrics.get(series)
             if metric is None:
                 continue
             if name in GAUGES:
-                standing = self._standing.setdefault(place, {})
+                standing = self._standing.setdefault(series, {})
                 standing.update(value)
                 metric.set(_merged(name, standing))
             elif name in OPERATIONS:

@@ -142,12 +142,12 @@ def _wrap(
             except Exception as error:
                 # Listeners are told, and vLLM's own function is called, all the same.
                 logger.error("a call of %s was not understood", name, exc_info=error)
-            told = [*listeners] if how else []
+            told_listeners = [*listeners] if how else []
             if not after:
-                _tell(told, tell, how)
+                _tell(told_listeners, tell, how)
             result = function(*args, **kwargs)
             if after:
-                _tell(told, tell, how)
+                _tell(told_listeners, tell, how)
             return result
 
         setattr(call, _LISTENERS, listeners)

@@ -201,19 +201,19 @@ class Admission:
         """
         if self.always:
             return (), 0
-        rule, hit, before = self._rule, self._hit(state, start, end), self._comes_before()
+        rule, hit, loads_before = self._rule, self._hit(state, start, end), self._comes_before()
         patience: tuple[float, ...] = ()
         at_once = hit.chunks
         if not self._is_free(state):
-            patience = rule.patience(hit, before, state.answered_after)
-            if rule.admits(hit, before):
-                at_once = rule.at_once(hit, before)
+            patience = rule.patience(hit, loads_before, state.answered_after)
+            if rule.admits(hit, loads_before):
+                at_once = rule.at_once(hit, loads_before)
             else:
                 # Of a storage that is fast now but answers late, few at once would hide that.
                 self._engine.counters.add("explored_loads")
         rule.begin_load(hit, self.clock())
         chunks = self._hits.to_load(state, start, end)
-        self._loading[state.id] = _Loading(hit, rule.bytes_on_way(hit, before), chunks)
+        self._loading[state.id] = _Loading(hit, rule.bytes_on_way(hit, loads_before), chunks)
         nbytes = (0, hit.nbytes) if hit.is_near else (hit.nbytes, 0)
         self._running.put(state.id, *work(start, hit.tokens), *nbytes)
         return patience, at_once if at_once < hit.chunks else 0
@@ -285,7 +285,7 @@ class Admission:
         self._read_ahead_for.update(op.request_id for op in meta.prefetches)
         now = self.clock()
         paused = now - self._computed > _PAUSE_SECONDS
-        asked = bool(self._asked)
+        was_asked = bool(self._asked)
         self.lose()
         for name in output.preempted_req_ids or ():
             self._computing.drop(name)
@@ -293,13 +293,15 @@ class Admission:
             self._computed = 0.0
             return
         self._computed = now
-        counts, most, parts = output.num_scheduled_tokens, self._most_decoded, []
-        if asked or self._computing or max(counts.values()) > most:
+        counts, most_decoded, parts = output.num_scheduled_tokens, self._most_decoded, []
+        if was_asked or self._computing or max(counts.values()) > most_decoded:
             for name, start, end in scheduled(output):
                 state = self._requests.get(name)
                 if state is not None:
                     self._note_computed(state, end)
-                if end - start > most or (state and start < state.request.num_prompt_tokens):
+                if end - start > most_decoded or (
+                    state and start < state.request.num_prompt_tokens
+                ):
                     parts.append((start, end))
         if not parts:
             return

@@ -262,8 +262,8 @@ class DraftScheduler:
         requests = self._engine.requests
         self.begin_step(
             [
-                (requests[req_id].request, before, after)
-                for req_id, before, after in scheduled(output)
+                (requests[req_id].request, start, end)
+                for req_id, start, end in scheduled(output)
                 if req_id in requests
             ]
         )
@@ -284,13 +284,13 @@ class DraftScheduler:
             With how many tokens have KV before and after the step.
         """
         runs = max((after for _, _, after in requests), default=0) <= self._longest
-        for request, before, _ in requests:
+        for request, computed, _ in requests:
             progress = self._requests.setdefault(request.request_id, _Progress())
             if not progress.running:
                 progress.running = True
-                self._admit(request, progress, before)
+                self._admit(request, progress, computed)
             if not runs:
-                progress.good = min(progress.good, before)
+                progress.good = min(progress.good, computed)
             self._remember(request, progress)
 
     def _admit(self, request: Any, progress: _Progress, computed: int) -> None:

@@ -218,7 +218,7 @@ class SchedulerEngine:
     def _check_whole_shards(self, fmt: ObjectFormat) -> None:
         """Store nothing where no rank holds all heads of a shard."""
         topologies = topologies_of(self.vllm_config, fmt.namespace.record)
-        topology = next((each for each in topologies.values() if each.divided), None)
+        topology = next((candidate for candidate in topologies.values() if candidate.divided), None)
         if not self.may_store or topology is None:
             return
         self.may_store = False

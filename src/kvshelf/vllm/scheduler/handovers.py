@@ -223,8 +223,8 @@ class Handovers:
     def sleep(self, meta: StepMetadata) -> None:
         """Sleep for a moment if all requests wait for hand-overs, and a step has no work."""
         held_requests, self.held_requests = self.held_requests, 0
-        hurried, self._hurried = self._hurried, False
-        if hurried or held_requests < len(self._engine.requests):
+        is_urgent, self._hurried = self._hurried, False
+        if is_urgent or held_requests < len(self._engine.requests):
             return
         if self._engine.handshake.checking:
             # Workers compare their weights in steps.
@@ -298,8 +298,8 @@ class Handovers:
         if lookup is None or lookup.chain is None:
             return
         if FULL in self._groups.kinds:
-            seen = count if complete else min(awaited.first + wait.seen, count)
-            lookup.full_chunks = max(lookup.full_chunks, seen)
+            seen_chunks = count if complete else min(awaited.first + wait.seen, count)
+            lookup.full_chunks = max(lookup.full_chunks, seen_chunks)
         if not self._groups.hybrid:
             lookup.hit_chunks = lookup.full_chunks
         elif complete:
@@ -336,16 +336,18 @@ class Handovers:
         self, service: LookupService, state: RequestState, awaited: Awaited
     ) -> bool:
         """Whether the producer's KV is unusable here; logs once for each namespace why."""
-        namespace, other = self._engine.handshake.namespace, awaited.handover.namespace
+        namespace, producer_digest = self._engine.handshake.namespace, awaited.handover.namespace
         assert namespace is not None
-        if other in (b"", namespace.digest):
+        if producer_digest in (b"", namespace.digest):
             return False
         self._end(state, awaited, "other_namespace")
         shelf, logged = self._engine.shelf, self._logged_namespaces
-        if shelf is not None and other not in logged and len(logged) < _MOST_NAMESPACES:
-            logged.add(other)
+        if shelf is not None and producer_digest not in logged and len(logged) < _MOST_NAMESPACES:
+            logged.add(producer_digest)
             # On the lookup thread, since it asks the storage.
-            service.submit((), functools.partial(_log_difference, shelf, namespace, other))
+            service.submit(
+                (), functools.partial(_log_difference, shelf, namespace, producer_digest)
+            )
         return True
 
     def _submit(self, state: RequestState, awaited: Awaited, lookup: Lookup) -> Wait | None:
@@ -387,24 +389,26 @@ class Handovers:
             raise ValueError("the request has no chunk keys")
         tail = self._check(state.request, handover, lookup.chain)
         awaited.tail = tail if self._engine.tails else None
-        seen: dict[Kind, Container[int]] = {kind: lookup.known.get(kind, ()) for kind in KINDS}
-        seen[FULL] = range(lookup.full_chunks)
-        missing = self._groups.hit_rule(size).missing(handover.tokens // size, seen)
+        seen_chunks: dict[Kind, Container[int]] = {
+            kind: lookup.known.get(kind, ()) for kind in KINDS
+        }
+        seen_chunks[FULL] = range(lookup.full_chunks)
+        missing = self._groups.hit_rule(size).missing(handover.tokens // size, seen_chunks)
         pieces: list[Piece] = [(kind, lookup.chain.chunks[n]) for kind, n in missing]
         return pieces if awaited.tail is None else [*pieces, (FULL, awaited.tail)]
 
     def _check(self, request: Any, handover: Handover, chain: KeyChain) -> Chunk | None:
         """Return the tail of a hand-over, after a comparison of its key with the prompt's."""
         size = self._size
-        count, rest = divmod(handover.tokens, size)
+        count, tail_tokens = divmod(handover.tokens, size)
         longest = request.num_prompt_tokens - (1 if self._groups.hybrid else 0)
-        if handover.tokens > longest or rest != handover.tail or count > len(chain.chunks):
+        if handover.tokens > longest or tail_tokens != handover.tail or count > len(chain.chunks):
             raise ValueError(
                 f"{handover.tokens} tokens with a tail of {handover.tail}, of a prompt of"
                 f" {request.num_prompt_tokens} with chunks of {size}"
             )
         tail = None
-        if rest:
+        if tail_tokens:
             tail = chain.tail_after(count, request._all_token_ids[count * size : handover.tokens])
         if handover.key and (tail or chain.chunks[count - 1]).key != handover.key:
             raise ValueError(
@@ -466,15 +470,15 @@ def _log_difference(shelf: AnyShelf, own: Namespace, digest: bytes) -> None:
     tag = digest.hex()[:16]
     try:
         folders = [name for name in shelf.backend.folders() if parse_namespace_folder(name) == tag]
-        other = read_namespace(shelf.backend, folders[0]) if folders else None
+        producer = read_namespace(shelf.backend, folders[0]) if folders else None
     except (KVShelfError, ValueError) as error:
         why = f"its description cannot be read: {error}"
     else:
-        if other is None or other.digest != digest:
+        if producer is None or producer.digest != digest:
             why = (
                 "it is not on this shelf; set shared_storage_path of producer and consumer to the"
                 " same place"
             )
         else:
-            why = f"this engine has {own.folder}. {how_to_unite(own, other)}"
+            why = f"this engine has {own.folder}. {how_to_unite(own, producer)}"
     logger.warning("requests that wait for KV of namespace %s are computed: %s", tag, why)

@@ -128,15 +128,15 @@ class Hits:
                 chunks = ([0, *ends])[bisect_right(ends, chunks)]
         if self._groups.hybrid:
             return chunks * size
-        last, whole = state.request.num_tokens - 1, 0
+        last, handed_over = state.request.num_tokens - 1, 0
         if state.awaited is not None and not self._has_drafter:
             # A drafter has KV of whole chunks only.
-            whole = state.awaited.hit_tokens
+            handed_over = state.awaited.hit_tokens
         # One token must be left: the model has to compute an output to sample from.
         hit: int = min(chunks * size, last)
         hit -= hit % self._groups.alignment
         # Behind a hand-over vLLM computes the last token once more.
-        hit = max(hit, whole)
+        hit = max(hit, handed_over)
         if self.whole_items:
             for start, end in reversed(items_of(state.request)):
                 if start < min(hit, last) < end:
@@ -146,7 +146,9 @@ class Hits:
     def has_room(self, tokens: int) -> bool:
         """Whether vLLM has the blocks for a load of so many tokens when nothing else has any."""
         # Without drafts it has: they are blocks that the request takes in any case.
-        needed = self._kept_free + sum(min(-(-tokens // size), most) for size, most in self._blocks)
+        needed = self._kept_free + sum(
+            min(-(-tokens // size), limit) for size, limit in self._blocks
+        )
         # One block is never used.
         return not self._kept_free or bool(needed < self._cache.num_gpu_blocks)
 
@@ -296,13 +298,13 @@ class LikelyEnds:
             For each index of such a chunk, the block of each state group, by the group's index.
         """
         groups, size = self._groups.of(STATE), self._size
-        found: dict[int, dict[int, list[int]]] = {}
+        states: dict[int, dict[int, list[int]]] = {}
         if not groups:
-            return found
+            return states
         blocks_of = output.kv_connector_block_state
         for group, block, tokens in blocks_of.boundary_state_offloads.get(state.id, ()):
             if self._is_end(tokens, complete):
-                found.setdefault(tokens // size - 1, {})[group] = [block]
+                states.setdefault(tokens // size - 1, {})[group] = [block]
         ends = [
             n
             for n in (before, after)
@@ -310,14 +312,14 @@ class LikelyEnds:
         ]
         tables = blocks_of.get_block_ids(state.id) if ends else ()
         for tokens in ends if tables else ():
-            at_end = found.setdefault(tokens // size - 1, {})
+            at_end = states.setdefault(tokens // size - 1, {})
             for group in groups:
                 column = tokens // group.block_size - 1
                 if group.index not in at_end and column < len(tables[group.index]):
                     at_end[group.index] = [tables[group.index][column]]
         return {
             index: blocks
-            for index, blocks in sorted(found.items())
+            for index, blocks in sorted(states.items())
             if len(blocks) == len(groups) and [NULL_BLOCK] not in blocks.values()
         }
 
@@ -337,10 +339,12 @@ class LikelyEnds:
         rule = self._groups.hit_rule(self._size)
         if WINDOW not in rule.kinds:
             return []
-        most = first + count + rule.reach - 1
+        last_end = first + count + rule.reach - 1
         if not self._config.save_decode:
-            most = min(most, state.request.num_prompt_tokens // self._size)
-        ends = [n for n in range(first + 1, most + 1) if self.is_likely(state, lookup, WINDOW, n)]
+            last_end = min(last_end, state.request.num_prompt_tokens // self._size)
+        ends = [
+            n for n in range(first + 1, last_end + 1) if self.is_likely(state, lookup, WINDOW, n)
+        ]
         return [rule.needs(end)[WINDOW] for end in ends]
 
     def is_likely(self, state: RequestState, lookup: Lookup, kind: Kind, end: int) -> bool:
@@ -359,13 +363,13 @@ class LikelyEnds:
         request, size = state.request, self._size
         last, parting = request.num_prompt_tokens - 1, request.shared_prefix_boundary
         tokens = [last, last - self._hits.dropped, state.offered_from, parting]
-        ends, known = [n // size for n in tokens], self._hits.full_chunks(lookup)
+        ends, full_chunks = [n // size for n in tokens], self._hits.full_chunks(lookup)
         if kind == WINDOW:
-            ends += [known, -(-end // INTERVAL) * INTERVAL]
+            ends += [full_chunks, -(-end // INTERVAL) * INTERVAL]
             if self._config.save_decode and end * size > last:
                 return True
         else:
             states = [n for n in lookup.known.get(STATE, ()) if n < end - 1]
-            if end <= known or end - 1 - max([state.stores.last_state, *states]) >= INTERVAL:
+            if end <= full_chunks or end - 1 - max([state.stores.last_state, *states]) >= INTERVAL:
                 return True
-        return any(self._hits.last_end(state, one) == end for one in ends)
+        return any(self._hits.last_end(state, chunks) == end for chunks in ends)

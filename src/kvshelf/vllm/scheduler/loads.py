@@ -148,10 +148,10 @@ class SchedulerLoads:
         loads = state.shared
         if not loads or (len(loads) < _MOST_SHARED and not self._runs(loads[-1])):
             at_end = self._groups.kinds != (FULL,)
-            place = (end - 1 if at_end else (start + end - 1) // 2) // self._size
+            chunk = (end - 1 if at_end else (start + end - 1) // 2) // self._size
             lookup = state.lookup
             chunks = lookup.chain.chunks if lookup is not None and lookup.chain is not None else []
-            op = self._brought.get(chunks[place].key) if place < len(chunks) else None
+            op = self._brought.get(chunks[chunk].key) if chunk < len(chunks) else None
             if op is None or op.end - op.start > 2 * (end - start):
                 return False
             if at_end and not op.end == end <= self._kept(op, state):

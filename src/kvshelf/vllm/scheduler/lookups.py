@@ -274,9 +274,9 @@ class Lookups:
         if budget <= 0 or not (is_idle or service.answers_soon(lookup)):
             return False
         begin = time.monotonic()
-        done = lookup.wait(budget)
+        has_ended = lookup.wait(budget)
         engine.lookup_wait += time.monotonic() - begin
-        return done
+        return has_ended
 
     def too_long(self, service: LookupService, state: RequestState) -> bool:
         """Whether a request has waited for its lookup long enough."""

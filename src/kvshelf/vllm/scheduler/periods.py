@@ -142,7 +142,7 @@ class BlockPeriods:
         for request_id in admitted:
             tables = output.kv_connector_block_state.get_block_ids(request_id) or ()
             blocks = frozenset(itertools.chain.from_iterable(tables)) - {NULL_BLOCK}
-            if loads or any(blocks & others for _, others in self.unsettled.values()):
+            if loads or any(blocks & pending for _, pending in self.unsettled.values()):
                 self.unsettled[request_id] = self._engine.steps_in_flight, blocks
 
     # ------------------------------------------------------------- periods

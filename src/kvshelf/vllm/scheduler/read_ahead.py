@@ -110,15 +110,15 @@ class ReadAheadPlan:
     def wait(self, request_id: str, *, first: bool = False) -> None:
         """Add a request that waits to be admitted: as the last, or after a preemption `first`."""
         self.waiting.pop(request_id, None)
-        others = self.waiting.values()
-        if not others:
+        queue = self.waiting.values()
+        if not queue:
             # No step has planned since the last request stopped waiting.
             self._last_asked = None
         if first:
-            self.waiting[request_id] = _Waiting(next(iter(others)).place - 1 if others else 0)
+            self.waiting[request_id] = _Waiting(next(iter(queue)).place - 1 if queue else 0)
             self.waiting.move_to_end(request_id, last=False)
         else:
-            self.waiting[request_id] = _Waiting(next(reversed(others)).place + 1 if others else 0)
+            self.waiting[request_id] = _Waiting(next(reversed(queue)).place + 1 if queue else 0)
         self._named.pop(request_id, None)
 
     def asked(self, request_id: str) -> None:

@@ -391,7 +391,7 @@ class Requests(dict[str, RequestState]):
 def items_of(request: Any) -> list[tuple[int, int]]:
     """Return where the multimodal items of a request begin and end, in order."""
     positions = [feature.mm_position for feature in request.mm_features]
-    return sorted((place.offset, place.offset + place.length) for place in positions)
+    return sorted((position.offset, position.offset + position.length) for position in positions)
 
 
 def scheduled(output: Any) -> list[tuple[str, int, int]]:
@@ -403,7 +403,7 @@ def scheduled(output: Any) -> list[tuple[str, int, int]]:
     counts, cached = output.num_scheduled_tokens, output.scheduled_cached_reqs
     computed = [(new.req_id, new.num_computed_tokens) for new in output.scheduled_new_reqs]
     computed += zip(cached.req_ids, cached.num_computed_tokens, strict=True)
-    return [(req_id, before, before + counts[req_id]) for req_id, before in computed]
+    return [(req_id, start, start + counts[req_id]) for req_id, start in computed]
 
 
 def _has_address(request: Any) -> bool:

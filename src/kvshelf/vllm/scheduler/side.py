@@ -212,10 +212,10 @@ class SchedulerSide:
             state.offered_from = computed
             self._count(state, computed, 0)
             return 0
-        done = lookup is not None and self.lookups.wait(service, lookup)
-        if not done and not overdue and not (lookup and self.lookups.too_long(service, state)):
+        answered = lookup is not None and self.lookups.wait(service, lookup)
+        if not answered and not overdue and not (lookup and self.lookups.too_long(service, state)):
             return None
-        if lookup is None or not done or lookup.given_up:
+        if lookup is None or not answered or lookup.given_up:
             state.gave_up = True
             self.counters.add("lookup_timeouts")
             return 0

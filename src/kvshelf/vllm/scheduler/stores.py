@@ -173,28 +173,28 @@ class SchedulerStores:
     def plan(self, output: Any, meta: StepMetadata) -> None:
         """Plan the stores of a step."""
         serves = self._engine.may_store and self._engine.serves
-        before = self._room = self._find_room()
+        room_before = self._room = self._find_room()
         for request_id in list(self.ended):
             self._plan_ended(request_id, meta, may_store=serves)
         if serves and not self._periods.is_lost:
             requests = scheduled(output)
             if self._behind:
-                ages = {request_id: age for age, request_id in enumerate(self._behind)}
-                requests = sorted(requests, key=lambda step: self._turn(step[0], ages))
+                backlog_ages = {request_id: age for age, request_id in enumerate(self._behind)}
+                requests = sorted(requests, key=lambda step: self._turn(step[0], backlog_ages))
             for request_id, start, end in requests:
                 state = self._requests.get(request_id)
                 # If the request depends on the load of another one, a later step stores its chunks.
                 if state is not None and request_id not in self._periods.unsettled:
                     self._plan_request(state, start, end, output, meta)
-        if before != self._room:
-            self._handed_out.append((self._engine.steps, before - self._room))
+        if room_before != self._room:
+            self._handed_out.append((self._engine.steps, room_before - self._room))
         if meta.stores or self.ended or self._behind:
             meta.number = self._engine.steps
             meta.waits_for_room = bool(self.ended or self._behind)
 
-    def _turn(self, request_id: str, ages: Mapping[str, int]) -> tuple[bool, bool, int]:
+    def _turn(self, request_id: str, backlog_ages: Mapping[str, int]) -> tuple[bool, bool, int]:
         """Return by what requests are ordered: backlogs first, and of these promised ones."""
-        state, age = self._requests.get(request_id), ages.get(request_id)
+        state, age = self._requests.get(request_id), backlog_ages.get(request_id)
         return age is None, state is None or state.promise is None, age or 0
 
     def _find_room(self) -> int:
@@ -219,8 +219,8 @@ class SchedulerStores:
         if not self._engine.adapters.trusts(request.lora_request):
             return
         # Tokens beyond these (drafts, samples in flight) may still change.
-        known = request.num_tokens if self._config.save_decode else request.num_prompt_tokens
-        end = min(after, known, plan.cut)
+        final_tokens = request.num_tokens if self._config.save_decode else request.num_prompt_tokens
+        end = min(after, final_tokens, plan.cut)
         complete = end // self._size
         states = self._ends.states_in_cache(state, before, after, complete, output)
         needs_tail = self._room > 0 and self._needs_tail(state, end)
@@ -320,8 +320,8 @@ class SchedulerStores:
         state, lookup, plan = source.state, source.lookup, source.state.stores
         for index, blocks in states.items():
             chunk = source.chain.chunks[index]
-            known = self._hits.is_stored(lookup, chunk, STATE) or index == plan.last_state
-            if not known and self._ends.is_likely(state, lookup, STATE, index + 1):
+            is_stored = self._hits.is_stored(lookup, chunk, STATE) or index == plan.last_state
+            if not is_stored and self._ends.is_likely(state, lookup, STATE, index + 1):
                 plan.last_state = index
                 self._store(source, chunk, STATE, blocks, meta)
 
@@ -431,13 +431,13 @@ class SchedulerStores:
             if self._may_store_behind_end(state):
                 source = self._promise_backlog(state, tables)
             handover = state.promise.handover(self._groups, prompt, self._size)
-        kept = prompt // self._size if handover is not None and source is not None else 0
-        self._drop(plan.next_chunk - max(plan.next_full, kept))
+        promised_chunks = prompt // self._size if handover is not None and source is not None else 0
+        self._drop(plan.next_chunk - max(plan.next_full, promised_chunks))
         # From here on only chunks of the prompt wait.
         plan.next_chunk = min(plan.next_chunk, prompt // self._size)
         if handover is None:
-            asked = self._engine.hands_over and asks_for_handover(request.kv_transfer_params)
-            return False, no_handover() if asked else None
+            is_asked_for = self._engine.hands_over and asks_for_handover(request.kv_transfer_params)
+            return False, no_handover() if is_asked_for else None
         self._engine.counters.add("handovers_promised")
         if source is None or not (self._backlog_of(source) or plan.at > self._answered):
             return False, handover.params()

@@ -188,9 +188,9 @@ class WorkerLoads:
     def read_ahead(self, ops: Iterable[PrefetchOp]) -> None:
         """Read chunks of requests that wait into memory."""
         ahead, views = self.registration.ahead, self.registration.views
-        for wanted in ops if self.weights.settled else ():
-            if wanted.kind in ahead:
-                ahead[wanted.kind].add(wanted.request_id, views[wanted.kind], wanted.chunks)
+        for op in ops if self.weights.settled else ():
+            if op.kind in ahead:
+                ahead[op.kind].add(op.request_id, views[op.kind], op.chunks)
 
     def _end_read_ahead(self, request_id: str, *, loading: bool = False) -> None:
         """Stop reading ahead for a request. A load takes over what is being read for it."""

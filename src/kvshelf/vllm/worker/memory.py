@@ -100,8 +100,8 @@ def take_memory(
         # That of this rank: the connector has divided it.
         total = config.memory_bytes
     else:
-        most = memory_limit() // _MEMORY_SHARE // local_ranks(vllm_config)
-        total = max(DEFAULT_MEMORY, min(_STEPS * step + spares, most), spares + 3 * chunk)
+        allowed_bytes = memory_limit() // _MEMORY_SHARE // local_ranks(vllm_config)
+        total = max(DEFAULT_MEMORY, min(_STEPS * step + spares, allowed_bytes), spares + 3 * chunk)
     for_stores = (total - min(spares, total // 2)) // 2
     if chunks and for_stores < step and not rank:
         logger.warning(

@@ -41,9 +41,9 @@ def readable(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     offloaded = _offloaded()
     for group in (model.named_parameters(), model.named_buffers()):
         for name, tensor in group:
-            held = offloaded.get(id(tensor), tensor)
-            if held is not None:
-                yield from _plain(name, held)
+            storage = offloaded.get(id(tensor), tensor)
+            if storage is not None:
+                yield from _plain(name, storage)
     for name, value in _attributes(model):
         yield from _inside(name, value, _DEPTH)
 
@@ -55,9 +55,9 @@ def packed(model: torch.nn.Module) -> Iterator[tuple[str, object]]:
     """
     for name, module in model.named_modules():
         weight = getattr(module, "weight", None)
-        held = getattr(module, "cpu_linear", None)
-        if held is not None and weight is not None and not weight.numel():
-            yield name, held
+        cpu_linear = getattr(module, "cpu_linear", None)
+        if cpu_linear is not None and weight is not None and not weight.numel():
+            yield name, cpu_linear
 
 
 def unreadable(model: torch.nn.Module) -> Iterator[str]:
@@ -96,9 +96,13 @@ def _attributes(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
             continue
         for owner, prefix in ((module, name), (method, f"{name}.quant_method")):
             for attribute, value in getattr(owner, "__dict__", {}).items():
-                known = any(part in attribute for part in _NAMES)
+                is_listed = any(part in attribute for part in _NAMES)
                 parts = value if has_experts and isinstance(value, tuple) else (value,)
-                if known and not attribute.endswith(_OF_ADAPTERS) and any(map(_may_hold, parts)):
+                if (
+                    is_listed
+                    and not attribute.endswith(_OF_ADAPTERS)
+                    and any(map(_may_hold, parts))
+                ):
                     yield f"{prefix}.{attribute}", value
 
 
@@ -139,9 +143,9 @@ def _offloaded() -> dict[int, torch.Tensor | None]:
     None stands for a place that this version of vLLM does not show.
     """
     get = getattr(sys.modules.get(_OFFLOADER), "get_offloader", None)
-    found: dict[int, torch.Tensor | None] = {}
+    tensors: dict[int, torch.Tensor | None] = {}
     for module in getattr(get() if callable(get) else None, "module_offloaders", ()):
-        for one in getattr(module, "_param_offloaders", {}).values():
-            held = getattr(one, "_cpu_storage", None)
-            found[id(one._param)] = held if isinstance(held, torch.Tensor) else None
-    return found
+        for offloader in getattr(module, "_param_offloaders", {}).values():
+            storage = getattr(offloader, "_cpu_storage", None)
+            tensors[id(offloader._param)] = storage if isinstance(storage, torch.Tensor) else None
+    return tensors

@@ -144,17 +144,17 @@ def precision(vllm_config: Any, modules: Iterable[torch.nn.Module]) -> tuple[str
     """
     model, modules = vllm_config.model_config, list(modules)
     compute = str(model.dtype).removeprefix("torch.")
-    found = {*_changed(_OF_ALL_MODELS), *_of_attention(vllm_config, modules)}
+    modes = {*_changed(_OF_ALL_MODELS), *_of_attention(vllm_config, modules)}
     if model.quantization:
         if not modules:
             raise UnsupportedError(
                 "the model is quantized, and this vLLM version does not show in which precision its"
                 " layers compute"
             )
-        found |= {*_changed(_VARIABLES)}
+        modes |= {*_changed(_VARIABLES)}
         for module in modules:
-            found |= {*_of_module(module, compute)}
-    return tuple(sorted(found))
+            modes |= {*_of_module(module, compute)}
+    return tuple(sorted(modes))
 
 
 def _changed(variables: Mapping[str, object]) -> Iterator[str]:
@@ -180,7 +180,9 @@ def _of_attention(vllm_config: Any, modules: Iterable[Any]) -> Iterator[str]:
     options = vllm_config.attention_config
     if options.disable_flashinfer_q_quantization and "FlashInferImpl" in implementations:
         yield "disable_flashinfer_q_quantization=true"
-    if options.use_prefill_query_quantization and any("MLA" in one for one in implementations):
+    if options.use_prefill_query_quantization and any(
+        "MLA" in implementation for implementation in implementations
+    ):
         yield "use_prefill_query_quantization=true"
 
 
@@ -188,22 +190,27 @@ def _of_module(module: torch.nn.Module, compute: str) -> Iterator[str]:
     """Yield in which precision a module of a quantized model computes."""
     method = getattr(module, "quant_method", None)
     if method is None:
-        own = module.parameters(recurse=False)
-        packed = any(one.element_size() == 1 and one.dtype != torch.bool for one in own)
+        parameters = module.parameters(recurse=False)
+        packed = any(
+            parameter.element_size() == 1 and parameter.dtype != torch.bool
+            for parameter in parameters
+        )
         # `_of_attention` returns those of MLA.
         if packed and not hasattr(module, "W_K"):
             yield _by_name(module)
         return
     # The methods of embeddings, of attention and of layers that are not quantized.
-    ancestors = [one.__name__ for one in type(method).__mro__]
-    if "BaseKVCacheMethod" in ancestors or any(one.startswith("Unquant") for one in ancestors):
+    ancestors = [parameter.__name__ for parameter in type(method).__mro__]
+    if "BaseKVCacheMethod" in ancestors or any(
+        parameter.startswith("Unquant") for parameter in ancestors
+    ):
         return
     experts = getattr(getattr(method, "moe_kernel", None), "fused_experts", None)
-    found = _of_linear(module) if experts is None else _of_experts(experts)
-    if isinstance(found, str):
-        yield found
+    kernels_of = _of_linear(module) if experts is None else _of_experts(experts)
+    if isinstance(kernels_of, str):
+        yield kernels_of
     else:
-        bits, activations = found
+        bits, activations = kernels_of
         yield f"{bits} {activations or compute}"
 
 
@@ -211,10 +218,10 @@ def _of_linear(module: Any) -> tuple[int, str] | str:
     """Return bits of weights and activations of a linear layer, or the class that does."""
     kernel = _kernel(module)
     name = type(kernel).__name__
-    known = _LINEAR.get(name)
-    if known is None:
+    listed = _LINEAR.get(name)
+    if listed is None:
         return _by_name(kernel)
-    bits, activations = known
+    bits, activations = listed
     if getattr(module, _INT8_ACTIVATIONS, False):
         activations = "int8"
     elif activations == _ASKED:
@@ -232,10 +239,14 @@ def _kernel(module: Any) -> Any:
     holders = [module.quant_method, scheme]
     for holder in holders:
         kernels = (getattr(holder, name, None) for name in _KERNELS)
-        if (kernel := next((one for one in kernels if one is not None), None)) is not None:
+        if (
+            kernel := next((candidate for candidate in kernels if candidate is not None), None)
+        ) is not None:
             return kernel
         inner = (getattr(holder, name, None) for name in _INNER)
-        holders += [one for one in inner if one is not None and one not in holders]
+        holders += [
+            candidate for candidate in inner if candidate is not None and candidate not in holders
+        ]
     return module.quant_method if scheme is None else scheme
 
 

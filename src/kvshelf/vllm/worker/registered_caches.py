@@ -122,29 +122,31 @@ class RegisteredCaches:
             False if shape, strides, dtype or device of a layer's cache are not those of which
             the layout was learned. Nothing has changed then.
         """
-        found = {name: bound_caches(layers.get(name)) for name in self.bound}
-        for name, known in self.bound.items():
-            now = found[name]
-            if len(now) != len(known) or not all(map(same_form, known, now)):
+        bound_now = {name: bound_caches(layers.get(name)) for name in self.bound}
+        for name, caches in self.bound.items():
+            now = bound_now[name]
+            if len(now) != len(caches) or not all(map(same_form, caches, now)):
                 return False
         for kind in self.kinds.values():
             owners = iter(kind.owners)
             for run in kind.runs:
-                run.caches[:] = [self._moved(cache, found, next(owners)) for cache in run.caches]
+                run.caches[:] = [
+                    self._moved(cache, bound_now, next(owners)) for cache in run.caches
+                ]
             for name, state in kind.states.items():
-                cache = self._moved(state.cache, found, name)
+                cache = self._moved(state.cache, bound_now, name)
                 kind.states[name] = replace(state, cache=cache)
-        self.bound.update(found)
+        self.bound.update(bound_now)
         return True
 
     def _moved(
         self,
         cache: torch.Tensor,
-        found: Mapping[str, tuple[torch.Tensor, ...]],
+        bound_now: Mapping[str, tuple[torch.Tensor, ...]],
         name: str,
     ) -> torch.Tensor:
         """Return a view of the form of `cache` in the memory that a layer is bound to now."""
-        old, new = self.bound[name][0], found[name][0]
+        old, new = self.bound[name][0], bound_now[name][0]
         if new.data_ptr() == old.data_ptr():
             return cache
         behind = cache.data_ptr() - old.data_ptr()
@@ -206,12 +208,12 @@ def describe_caches(
     """
     drafts = draft_layers(vllm_config)
     groups = CacheGroups(vllm_config, kv_cache_config)
-    known = getattr(kv_cache_config, "kv_cache_groups", None)
+    has_groups = getattr(kv_cache_config, "kv_cache_groups", None)
     of_vllm: Mapping[str, Any] = vllm_config.compilation_config.static_forward_context
     cached = {
         group.index: []
         if group.index in groups.scratch
-        else cached_layers(kv_caches, of_vllm, group.layer_names if known else kv_caches)
+        else cached_layers(kv_caches, of_vllm, group.layer_names if has_groups else kv_caches)
         for group in groups
     }
     if drafts:
@@ -233,10 +235,10 @@ def describe_caches(
             describe = layers.describe_states if kind == STATE else layers.describe_attention
             kinds[kind] = describe(of_kind)
         # Otherwise the layers of this kind are in other pipeline stages, or not of this model.
-    each = [layers.fields[name] for name in names]
-    columns: Any = zip(*each, strict=True)
+    fields_of = [layers.fields[name] for name in names]
+    columns: Any = zip(*fields_of, strict=True)
     shapes, dtypes, layouts, attention, head_sizes, windows = columns
-    scaled = "fp8" in layers.cache_dtype or any(field.dtype.startswith("F8") for field in each)
+    scaled = "fp8" in layers.cache_dtype or any(field.dtype.startswith("F8") for field in fields_of)
     kind_of = {name: group.kind for group in groups for name in names_of[group.index]}
     of_kinds = groups.mixed and not of_drafter
     report = WorkerReport(
@@ -425,7 +427,7 @@ class _Layers:
     ) -> dict[str, StateParts]:
         model = getattr(self.vllm_config.model_config, "hf_text_config", None)
         stated = (getattr(model, name, None) for name in _FIELDS_OF_GROUPS)
-        groups = next((int(found) for found in stated if found), None)
+        groups = next((int(count) for count in stated if count), None)
         return {
             name: split_state(
                 specs[name].mamba_type.name.lower(),
@@ -495,7 +497,7 @@ def _kv_heads(layers: Sequence[LayerCache], vllm_config: Any) -> tuple[list[Laye
 
     The layout of a layer counts as unknown where its heads are: its blocks are stored whole then.
     """
-    known, kv_heads = [], []
+    described, kv_heads = [], []
     for layer in layers:
         heads: int | None = layer.heads
         if layer.kv_planes == 2 and layer.learned.layout is not None:
@@ -503,9 +505,9 @@ def _kv_heads(layers: Sequence[LayerCache], vllm_config: Any) -> tuple[list[Laye
         if heads is None:
             reason = "a rank holds one KV head, and vLLM's configuration does not state which"
             layer = replace(layer, learned=LearnedLayout(None, reason), dtype="U8")
-        known.append(layer)
+        described.append(layer)
         kv_heads.append(heads or 0)
-    return known, kv_heads
+    return described, kv_heads
 
 
 def _are_replicated(names: Sequence[str], specs: Mapping[str, Any]) -> bool:
@@ -523,8 +525,10 @@ def layer_specs(kv_cache_config: Any) -> dict[str, Any]:
     for group in getattr(kv_cache_config, "kv_cache_groups", None) or ():
         spec = group.kv_cache_spec
         # Layers with blocks of different bytes keep their own specs.
-        own = getattr(spec, "kv_cache_specs", None) or dict.fromkeys(group.layer_names, spec)
-        specs |= own
+        spec_of_layer = getattr(spec, "kv_cache_specs", None) or dict.fromkeys(
+            group.layer_names, spec
+        )
+        specs |= spec_of_layer
     return specs
 
 
@@ -532,12 +536,12 @@ def cached_layers(
     kv_caches: Mapping[str, torch.Tensor], layers: Mapping[str, Any], names: Iterable[str]
 ) -> list[str]:
     """Return those of some layers that have a cache of their own, in model order."""
-    own = (
+    owners = (
         name
         for name in names
         if name in kv_caches and not getattr(layers.get(name), "kv_sharing_target_layer_name", None)
     )
-    return sorted(own, key=natural_order)
+    return sorted(owners, key=natural_order)
 
 
 def natural_order(name: str) -> list[str | int]:

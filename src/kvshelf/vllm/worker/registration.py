@@ -415,11 +415,11 @@ def _check_context_group(plan: ShardPlan) -> None:
     if not model_parallel_is_initialized():
         return
     group = get_dcp_group()
-    found = int(group.world_size), int(group.rank_in_group)
+    actual = int(group.world_size), int(group.rank_in_group)
     expected = plan.context_ranks, plan.context_rank
-    if found != expected:
+    if actual != expected:
         raise UnsupportedError(
-            f"this vLLM version makes the worker rank {found[1]} of {found[0]} of its group for"
+            f"this vLLM version makes the worker rank {actual[1]} of {actual[0]} of its group for"
             f" decode context parallelism, kvshelf expects rank {expected[1]} of {expected[0]}: set"
             " decode_context_parallel_size to 1"
         )

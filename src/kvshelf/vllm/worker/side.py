@@ -276,10 +276,10 @@ class WorkerSide:
 
     def _say_whether_hits_are_missing(self) -> None:
         """Count and log an hour in which much was stored and nothing loaded; begin the next one."""
-        before, self._before = self._before, self.counters.snapshot()
+        counts_before, self._before = self._before, self.counters.snapshot()
         self._hour_ends = time.monotonic() + 3600
         stored, loaded = (
-            self._before.get(name, 0) - before.get(name, 0)
+            self._before.get(name, 0) - counts_before.get(name, 0)
             for name in ("stored_chunks", "loaded_chunks")
         )
         transfer = getattr(self._vllm_config, "kv_transfer_config", None)

@@ -166,17 +166,17 @@ def slots_to_store(
     tokens : int, optional
         Number of tokens of a tail; None for a whole chunk. States have no tails.
     """
-    found = []
-    for one in groups:
-        ids = block_ids[one.group]
-        if isinstance(one, StateBlocks):
+    parts = []
+    for group in groups:
+        ids = block_ids[group.group]
+        if isinstance(group, StateBlocks):
             (block,) = ids
-            found.append(one.find(block))
+            parts.append(group.find(block))
         else:
             # The first of these blocks may begin with tokens of the chunk before.
-            first, tail = index * chunk_size % one.blocks.tokens, tokens is not None
-            found.append(one.find(ids, first, tokens or chunk_size, tail=tail))
-    return found[0] if len(found) == 1 else torch.cat(found)
+            first, tail = index * chunk_size % group.blocks.tokens, tokens is not None
+            parts.append(group.find(ids, first, tokens or chunk_size, tail=tail))
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def slots_to_load(
@@ -213,12 +213,12 @@ def slots_to_load(
     count = -(-end // chunk_size) - first
     if len(chunks) != count:
         raise ValueError(f"{len(chunks)} chunks cannot fill tokens {start} to {end} of a request")
-    whole = sum(not chunk.tail for chunk in chunks)
-    border = (first + whole) * chunk_size
+    whole_chunks = sum(not chunk.tail for chunk in chunks)
+    border = (first + whole_chunks) * chunk_size
     items = _rows_to_load(
-        groups, chunks[:whole], block_ids, start, min(border, end), chunk_size, chunk_size
+        groups, chunks[:whole_chunks], block_ids, start, min(border, end), chunk_size, chunk_size
     )
-    for tail in chunks[whole:]:
+    for tail in chunks[whole_chunks:]:
         if border + tail.tokens < end:
             raise ValueError(f"a tail of {tail.tokens} tokens cannot fill tokens {border} to {end}")
         begin = max(start, border)
@@ -240,18 +240,18 @@ def _rows_to_load(
         return []
     first = start // chunk_size * chunk_size
     tail = tokens < chunk_size
-    found = []
-    for one in groups:
-        assert isinstance(one, TokenSlots)
-        entries = tokens if tail else one.entries(chunk_size)
+    parts = []
+    for group in groups:
+        assert isinstance(group, TokenSlots)
+        entries = tokens if tail else group.entries(chunk_size)
         slots = torch.full((len(chunks) * entries,), -1, dtype=torch.int64)
-        one.to_load(block_ids[one.group], start, end, first, slots, tail=tail)
-        found.append(slots.view(len(chunks), -1))
-    rows = found[0] if len(found) == 1 else torch.cat(found, dim=1)
-    wanted = (rows >= 0).any(dim=1).tolist()
+        group.to_load(block_ids[group.group], start, end, first, slots, tail=tail)
+        parts.append(slots.view(len(chunks), -1))
+    rows = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+    are_wanted = (rows >= 0).any(dim=1).tolist()
     return [
         ChunkSlots(chunk, row)
-        for chunk, row, is_wanted in zip(chunks, rows.unbind(), wanted, strict=True)
+        for chunk, row, is_wanted in zip(chunks, rows.unbind(), are_wanted, strict=True)
         if is_wanted
     ]
 
@@ -277,15 +277,15 @@ def state_to_load(
     ValueError
         If the state does not end with a block, or has no block to be loaded into.
     """
-    found = []
-    for one in groups:
-        assert isinstance(one, StateBlocks)
-        column, rest = divmod(end, one.block_size)
-        ids = block_ids[one.group]
-        if rest or not 1 <= column <= len(ids) or ids[column - 1] == NULL_BLOCK:
+    parts = []
+    for group in groups:
+        assert isinstance(group, StateBlocks)
+        column, remainder = divmod(end, group.block_size)
+        ids = block_ids[group.group]
+        if remainder or not 1 <= column <= len(ids) or ids[column - 1] == NULL_BLOCK:
             raise ValueError(
-                f"the state after {end} tokens has no block: group {one.group} has"
-                f" {len(ids)} blocks of {one.block_size} tokens"
+                f"the state after {end} tokens has no block: group {group.group} has"
+                f" {len(ids)} blocks of {group.block_size} tokens"
             )
-        found.append(one.find(ids[column - 1]))
-    return ChunkSlots(chunk, torch.cat(found))
+        parts.append(group.find(ids[column - 1]))
+    return ChunkSlots(chunk, torch.cat(parts))
