@@ -602,8 +602,8 @@ def temporary_name(base: str) -> str:
 
 def final_name(temporary: str) -> str | None:
     """Return the final name of a temporary; None if `temporary` is not a temporary's name."""
-    found = _TEMPORARY.fullmatch(temporary)
-    return found[1] if found else None
+    match = _TEMPORARY.fullmatch(temporary)
+    return match[1] if match else None
 
 
 def endless_listing(seconds: float) -> str:

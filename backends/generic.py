@@ -180,8 +180,8 @@ class GenericBackend(Backend):
         except ImportError as exc:
             raise ConfigError(f"{self.url} needs fsspec: pip install fsspec") from exc
         try:
-            names, others = parameters_of(fsspec.get_filesystem_class(protocol).__init__)
-            check_names(options, names, others=others)
+            names, takes_others = parameters_of(fsspec.get_filesystem_class(protocol).__init__)
+            check_names(options, names, others=takes_others)
             # A separate instance, so that switching off its listing cache affects no other user.
             fs, root = fsspec.core.url_to_fs(url, skip_instance_cache=True, **options)
         except ImportError as exc:
@@ -271,8 +271,8 @@ class GenericBackend(Backend):
             return [exc] * len(names)
         if not self._asynchronous:
             return [self._answer(name, self._look(name)) for name in names]
-        found = sync(fs.loop, self._look_all, fs, [self._path(name) for name in names])
-        return [self._answer(name, result) for name, result in zip(names, found, strict=True)]
+        answers = sync(fs.loop, self._look_all, fs, [self._path(name) for name in names])
+        return [self._answer(name, result) for name, result in zip(names, answers, strict=True)]
 
     async def _look_all(self, fs: Any, paths: Sequence[str]) -> Sequence[Any]:
         free = asyncio.Semaphore(_PROBES_AT_ONCE)
@@ -307,13 +307,13 @@ class GenericBackend(Backend):
 
     def info(self, name: str) -> ObjectInfo | None:
         """Size and times of one object."""
-        found = self._look(check_name(name))
-        answer = self._answer(name, found)
+        entry = self._look(check_name(name))
+        answer = self._answer(name, entry)
         if answer is None:
             return None
         if isinstance(answer, StorageError):
             raise answer
-        return _object_info(name, found)
+        return _object_info(name, entry)
 
     # ------------------------------------------------------------------------------------- reads
 
@@ -431,22 +431,22 @@ class GenericBackend(Backend):
         first, last = start or "", end or BEYOND_NAMES
         pending = [check_folder(prefix)]
         while pending:
-            for name, found in self._entries(pending.pop(), _LISTING_SECONDS, hidden):
+            for name, entry in self._entries(pending.pop(), _LISTING_SECONDS, hidden):
                 base = name.rpartition("/")[2]
                 if not first <= base <= last:
                     continue
-                if _is_folder(found):
+                if _is_folder(entry):
                     pending += [] if flat else [name]
-                elif _is_file(found):
-                    yield _object_info(name, found)
+                elif _is_file(entry):
+                    yield _object_info(name, entry)
             first, last = "", BEYOND_NAMES
 
     def folders(self, prefix: str = "") -> Sequence[str]:
         """Names of the folders directly below `prefix`."""
         return sorted(
             name.rpartition("/")[2]
-            for name, found in self._entries(check_folder(prefix), _FOLDERS_SECONDS)
-            if _is_folder(found)
+            for name, entry in self._entries(check_folder(prefix), _FOLDERS_SECONDS)
+            if _is_folder(entry)
         )
 
     def _ls(self, path: str, seconds: float) -> Sequence[Any]:
@@ -476,12 +476,12 @@ class GenericBackend(Backend):
         except Exception as exc:
             raise self._translate(exc, "listing", folder) from exc
         start = path.strip("/")
-        for found in entries:
-            full = str(found.get("name", "")).strip("/")
+        for entry in entries:
+            full = str(entry.get("name", "")).strip("/")
             base = full.rpartition("/")[2]
             # Object stores also list the marker of the folder itself.
             if is_name(base) and full != start and (hidden or base[0] != "."):
-                yield (f"{folder}/{base}" if folder else base), found
+                yield (f"{folder}/{base}" if folder else base), entry
 
     # ------------------------------------------------------------------------------ other changes
 
@@ -513,13 +513,13 @@ class GenericBackend(Backend):
 
 def _secrets(options: Mapping[str, Any]) -> set[str]:
     """Return the values of options that must not be shown."""
-    found: set[str] = set()
+    secrets: set[str] = set()
     for key, value in options.items():
         if isinstance(value, Mapping):
-            found |= _secrets(value)
+            secrets |= _secrets(value)
         elif isinstance(value, str) and len(value) >= 4 and _SECRET_OPTION.search(str(key)):
-            found.add(value)
-    return found
+            secrets.add(value)
+    return secrets
 
 
 def _is_folder(found: Mapping[str, Any]) -> bool:

@@ -245,12 +245,12 @@ class GuardedBackend(WrappedBackend):
     @property
     def properties(self) -> Properties:
         """The properties of the wrapped backend, adjusted to the state of the breakers."""
-        found = self.inner.properties
+        properties = self.inner.properties
         if not self.reads.is_closed:
-            return replace(found, available=False)
+            return replace(properties, available=False)
         if not self.writes.allows():
-            return replace(found, read_only=True)
-        return found
+            return replace(properties, read_only=True)
+        return properties
 
     @property
     def takes_no_stores(self) -> bool:
@@ -284,7 +284,7 @@ class GuardedBackend(WrappedBackend):
     def unwatch(self, watcher: Watcher) -> None:
         """Remove `watcher`."""
         with self._lock:
-            self._watchers = [known for known in self._watchers if known is not watcher]
+            self._watchers = [entry for entry in self._watchers if entry is not watcher]
 
     def close(self) -> None:
         """Stop the guard's thread, close the wrapped backend."""
@@ -353,12 +353,12 @@ class GuardedBackend(WrappedBackend):
         allowed = self.deadlines.to_read(sum([buffer.nbytes for buffer in buffers]))
         with self.call(READ, start + wholes[0].end, allowed) as call:
             checked = self.inner.read_whole(start, text, wholes, buffers, min(seconds, allowed))
-            done = sum(checked.done) if checked is not None else 0
-            call.counts = done > 0
-        if call.late and done < len(wholes):
+            objects_read = sum(checked.done) if checked is not None else 0
+            call.counts = objects_read > 0
+        if call.late and objects_read < len(wholes):
             raise self._too_late(call)
-        if checked is not None and done:
-            self.reads.record_success(READ, done - 1)
+        if checked is not None and objects_read:
+            self.reads.record_success(READ, objects_read - 1)
             self._trials.worked = start + wholes[list(checked.done).index(True)].end
         return checked
 
@@ -380,11 +380,11 @@ class GuardedBackend(WrappedBackend):
             If the read breaker is open.
         """
         with self.call(READ, name, self.deadlines.to_read(nbytes)) as call:
-            found = read()
-            call.counts = found is not None
-        if found is not None:
+            result = read()
+            call.counts = result is not None
+        if result is not None:
             self._trials.worked = name
-        return found
+        return result
 
     def write(
         self, name: str, buffers: Sequence[BytesLike], mode: WriteMode = "create"
@@ -560,8 +560,8 @@ class GuardedBackend(WrappedBackend):
         reads = breaker is self.reads
         name = f"{self.url}: {'circuit breaker' if reads else 'write circuit breaker'}"
         if reason and self._refused and not reads:
-            told = "%s: takes no stores: %s. Tried again every minute; loads continue"
-            logger.warning(told, self.url, reason)
+            line = "%s: takes no stores: %s. Tried again every minute; loads continue"
+            logger.warning(line, self.url, reason)
         elif reason:
             effect = self.without_reads if reads else self.without_writes
             logger.warning("%s open (%s): %s", name, reason, effect)

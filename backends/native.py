@@ -105,9 +105,9 @@ def read_whole_files(
     count = len(wholes)
     # Kept until the call ends: another thread may have made a record of its own meanwhile, or have
     # had this one dropped.
-    kept = [_record(whole) for whole in wholes]
+    records = [_record(expected) for expected in wholes]
     addresses = array("q")
-    for (_, size, _), buffer in zip(kept, buffers, strict=True):
+    for (_, size, _), buffer in zip(records, buffers, strict=True):
         if buffer.readonly or not buffer.c_contiguous or buffer.nbytes != size:
             raise ValueError(f"expected a writable contiguous buffer of {size} bytes")
         addresses.append(ctypes.addressof(ctypes.c_char.from_buffer(buffer)))
@@ -117,12 +117,12 @@ def read_whole_files(
         start.encode("utf-8", "surrogateescape"),
         text,
         len(text),
-        b"".join([record for record, _, _ in kept]),
+        b"".join([record for record, _, _ in records]),
         addresses.buffer_info()[0],
         count,
         flags,
         int(min(seconds, _LONGEST) * 1e9),
         results.buffer_info()[0],
     )
-    reading, checking, *done = results
-    return Checked([value != 0 for value in done], reading / 1e9, checking / 1e9)
+    reading, checking, *are_read = results
+    return Checked([value != 0 for value in are_read], reading / 1e9, checking / 1e9)

@@ -31,7 +31,7 @@ def flattened(options: Mapping[str, Any], *nested: str) -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for name, value in options.items():
         if name in nested:
-            inner = [other[len(name) + 1 :] for other in nested if other.startswith(f"{name}.")]
+            inner = [key[len(name) + 1 :] for key in nested if key.startswith(f"{name}.")]
             values = flattened(mapping_of(options, name), *inner)
             flat |= {f"{name}.{below}": value for below, value in values.items()}
         else:
@@ -85,8 +85,12 @@ def check_names(
 
 def parameters_of(function: Callable[..., Any]) -> tuple[list[str], bool]:
     """Return the parameters that a function takes by name, and whether it takes any other."""
-    found = inspect.signature(function).parameters.values()
+    parameters = inspect.signature(function).parameters.values()
     return (
-        [one.name for one in found if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)],
-        any(one.kind is one.VAR_KEYWORD for one in found),
+        [
+            parameter.name
+            for parameter in parameters
+            if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+        ],
+        any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters),
     )

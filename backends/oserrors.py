@@ -93,8 +93,8 @@ def process_limit(exc: BaseException, what: str, path: str) -> ProcessLimitError
     """
     cause: BaseException | None = exc
     while cause is not None:
-        said = _RUST.search(str(cause))
-        code = int(said[1] or said[2]) if said else getattr(cause, "errno", None)
+        match = _RUST.search(str(cause))
+        code = int(match[1] or match[2]) if match else getattr(cause, "errno", None)
         if code in _LIMITS:
             text = f"{what} failed: {os.strerror(code)} ({errno.errorcode[code]}); {_LIMITS[code]}"
             return ProcessLimitError(code, text, path)

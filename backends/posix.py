@@ -110,16 +110,18 @@ class PosixReader(Reader):
         """Fill `buffer` from `offset`; fewer bytes only at the end of the file."""
         view = buffer if buffer.format == "B" and buffer.ndim == 1 else buffer.cast("B")
         total = len(view)
-        done = 0
+        bytes_read = 0
         try:
-            while done < total:
-                count = os.preadv(self._fd, (view[done:] if done else view,), offset + done)
+            while bytes_read < total:
+                count = os.preadv(
+                    self._fd, (view[bytes_read:] if bytes_read else view,), offset + bytes_read
+                )
                 if not count:
                     break
-                done += count
+                bytes_read += count
         except OSError as exc:
             raise storage_error(exc, "reading", self._path) from exc
-        return done
+        return bytes_read
 
     def close(self) -> None:
         """Close the file. Idempotent."""
@@ -427,7 +429,7 @@ class PosixBackend(Backend):
             return Touched.TOUCHED if passes or error.retryable else Touched.REFUSED
 
     def _touch(self, base: str, dir_fd: int) -> Touched:
-        before = None if self._keeps_times else os.lstat(base, dir_fd=dir_fd)
+        times = None if self._keeps_times else os.lstat(base, dir_fd=dir_fd)
         try:
             _set_access_time(base, dir_fd, both=self._sets_both_times)
         except PermissionError:
@@ -438,10 +440,10 @@ class PosixBackend(Backend):
             os.link(base, temporary, src_dir_fd=dir_fd, dst_dir_fd=dir_fd, follow_symlinks=False)
             os.unlink(temporary, dir_fd=dir_fd)
             return Touched.TOUCHED
-        if before is None:
+        if times is None:
             return Touched.TOUCHED
         after = os.lstat(base, dir_fd=dir_fd)
-        if after.st_atime_ns != before.st_atime_ns or after.st_atime_ns > after.st_mtime_ns:
+        if after.st_atime_ns != times.st_atime_ns or after.st_atime_ns > after.st_mtime_ns:
             self._keeps_times = True
         elif abs(time.time() - after.st_mtime) >= _COARSE_SECONDS:
             # To a coarse clock, a file that was just written has been used just now.
@@ -471,11 +473,11 @@ class PosixBackend(Backend):
             for entry in self._scan(folder, hidden):
                 if not first <= entry.name <= last:
                     continue
-                whole = entry.name[0] == "." and final_name(entry.name) is not None
+                is_temporary = entry.name[0] == "." and final_name(entry.name) is not None
                 try:
-                    if not whole and entry.is_dir(follow_symlinks=False):
+                    if not is_temporary and entry.is_dir(follow_symlinks=False):
                         pending += [] if flat else [inside + entry.name]
-                    elif whole or entry.is_file(follow_symlinks=False):
+                    elif is_temporary or entry.is_file(follow_symlinks=False):
                         yield self._row(inside + entry.name, entry.stat(follow_symlinks=False))
                 except FileNotFoundError:
                     continue
@@ -508,15 +510,15 @@ class PosixBackend(Backend):
 
     def _row(self, name: str, info: os.stat_result) -> ObjectInfo:
         """Return the row of a listing."""
-        held, blocks = info.st_size, info.st_blocks * 512
-        if stat_module.S_ISREG(info.st_mode) and 0 < held <= blocks:
+        nbytes, blocks = info.st_size, info.st_blocks * 512
+        if stat_module.S_ISREG(info.st_mode) and 0 < nbytes <= blocks:
             self._counts_blocks = True
         if self._counts_blocks:
             # A small file may lie in its entry, and a block of a large one be used in part.
-            held = min(held, blocks + 4096)
+            nbytes = min(nbytes, blocks + 4096)
         # Each link has its part.
-        held //= max(info.st_nlink, 1)
-        return ObjectInfo(name, info.st_size, info.st_mtime, info.st_atime, info.st_ctime, held)
+        nbytes //= max(info.st_nlink, 1)
+        return ObjectInfo(name, info.st_size, info.st_mtime, info.st_atime, info.st_ctime, nbytes)
 
     def space(self) -> Space | None:
         """Return what `statvfs` says of the root; None where it does not, or what is not true.

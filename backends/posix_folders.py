@@ -228,8 +228,8 @@ class Folders(Root):
         parts = folder.split("/") if folder else []
         try:
             for position, part in enumerate(parts, 1):
-                wanted = (flags if position == len(parts) else FOLDER) | os.O_NOFOLLOW
-                inner = os.open(part, wanted, dir_fd=fd)
+                open_flags = (flags if position == len(parts) else FOLDER) | os.O_NOFOLLOW
+                inner = os.open(part, open_flags, dir_fd=fd)
                 os.close(fd)
                 fd = inner
         except BaseException:
@@ -288,8 +288,8 @@ class Folders(Root):
             except OSError:
                 break
             if not stat_module.S_ISDIR(mode):
-                found = "a symbolic link" if stat_module.S_ISLNK(mode) else "a file"
-                text = f"{found} is in the place of a folder of the shelf; remove it"
+                entry = "a symbolic link" if stat_module.S_ISLNK(mode) else "a file"
+                text = f"{entry} is in the place of a folder of the shelf; remove it"
                 return PermanentStorageError(exc.errno, f"{what} failed: {text}", path)
         text = "the path to its root now contains a link; open the shelf again"
         return PermanentStorageError(exc.errno, f"{what} failed: {text}", self.path)

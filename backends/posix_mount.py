@@ -100,11 +100,11 @@ class Mount:
                 return 0.0
             named = (option.partition("=") for option in self.options)
             limits = ("actimeo", "acregmax", "acdirmax")
-            said = {name: float(value) for name, _, value in named if name in limits}
-            if "actimeo" in said:
-                return said["actimeo"]
+            seconds_of = {name: float(value) for name, _, value in named if name in limits}
+            if "actimeo" in seconds_of:
+                return seconds_of["actimeo"]
             usual = _CACHE_SECONDS.get(self.kind, _USUAL_CACHE_SECONDS)
-            return max(said.get(limit, usual) for limit in ("acregmax", "acdirmax"))
+            return max(seconds_of.get(limit, usual) for limit in ("acregmax", "acdirmax"))
         return _CACHE_SECONDS.get(self.kind, _USUAL_CACHE_SECONDS)
 
 
@@ -113,21 +113,21 @@ def find_mount(path: str) -> Mount:
 
     Reads the kernel's table and never the filesystem, so that it works for a mount that hangs.
     """
-    best, found = "", Mount()
+    best, candidate = "", Mount()
     try:
         with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as lines:
             for line in lines:
-                before, _, behind = line.partition(" - ")
-                fields, rest = before.split(" "), behind.split()
+                head, _, behind = line.partition(" - ")
+                fields, tail = head.split(" "), behind.split()
                 mount = re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), fields[4])
                 inside = path == mount or path.startswith(mount.rstrip("/") + "/")
                 # Of several mounts on one mount point, the last line is the topmost.
                 if inside and len(mount) >= len(best):
-                    options = [*fields[5].split(","), *rest[-1].split(",")]
-                    best, found = mount, Mount(rest[0], frozenset(options), mount, rest[1])
+                    options = [*fields[5].split(","), *tail[-1].split(",")]
+                    best, candidate = mount, Mount(tail[0], frozenset(options), mount, tail[1])
     except (OSError, IndexError):
-        return found
-    return found
+        return candidate
+    return candidate
 
 
 def enter(path: str) -> None:
@@ -206,17 +206,17 @@ class Root:
             return  # the call itself says what is wrong
         now = time.monotonic()
         if device != self._device or now >= self._mount_until:
-            mount, known = find_mount(self.path), self._mount
+            mount, initial = find_mount(self.path), self._mount
             if self._device is None:
                 same = True
             elif device == self._device:
-                same = mount.has_source_of(known) or not mount.point
+                same = mount.has_source_of(initial) or not mount.point
             else:
-                same = mount.has_source_of(known) and mount.point == known.point != ""
+                same = mount.has_source_of(initial) and mount.point == initial.point != ""
             if not same:
                 raise UnavailableStorageError(
                     errno.ENODEV,
-                    f"another filesystem is at the root: found {mount}, expected {known}. Mount"
+                    f"another filesystem is at the root: found {mount}, expected {initial}. Mount"
                     " that again, or restart to use what is there now",
                     self.path,
                 )
@@ -236,9 +236,11 @@ class Root:
         error = storage_error(exc, what, self.base + name, writing=writing)
         if exc.errno == errno.ENOSPC:
             with contextlib.suppress(OSError):
-                found = os.statvfs(self.path)
-                short_of = "quota" if found.f_bavail * found.f_frsize > _MUCH_SPACE else "bytes"
-                if found.f_files and found.f_favail < _FEW_FILES:
+                filesystem = os.statvfs(self.path)
+                short_of = (
+                    "quota" if filesystem.f_bavail * filesystem.f_frsize > _MUCH_SPACE else "bytes"
+                )
+                if filesystem.f_files and filesystem.f_favail < _FEW_FILES:
                     short_of = "inodes"
                 text = f"{what} failed: {exc.strerror} (ENOSPC)"
                 return no_space(errno.ENOSPC, text, self.base + name, short_of)
@@ -264,16 +266,17 @@ class Root:
         if not _SHOW_CACHE.isdisjoint((self._mount.kind.partition(".")[2], self._mount.source)):
             return None
         try:
-            found = os.statvfs(self.path)
+            filesystem = os.statvfs(self.path)
         except FileNotFoundError:
             return None
         except OSError as exc:
             raise storage_error(exc, "asking for the free space", self.path) from exc
-        if not found.f_blocks:
+        if not filesystem.f_blocks:
             return None
-        unit = found.f_frsize
-        files = found.f_favail if found.f_files else None
-        return Space(found.f_bavail * unit, found.f_blocks * unit, self._mount.in_memory, files)
+        unit = filesystem.f_frsize
+        files = filesystem.f_favail if filesystem.f_files else None
+        nbytes = filesystem.f_bavail * unit, filesystem.f_blocks * unit
+        return Space(*nbytes, self._mount.in_memory, files)
 
 
 def _device_above(path: str) -> int:

@@ -167,8 +167,8 @@ def _give_name(temporary: str, base: str, dir_fd: int, ways: list[Way], root: st
 
     Returns the way that worked. Threads may do so at the same time, and shorten `ways` alike.
     """
-    known = [*ways]
-    for place, way in enumerate(known):
+    known_ways = [*ways]
+    for position, way in enumerate(known_ways):
         try:
             way(temporary, base, dir_fd)
         except OSError as exc:
@@ -177,8 +177,8 @@ def _give_name(temporary: str, base: str, dir_fd: int, ways: list[Way], root: st
             if error.retryable or exc.errno in _OF_ONE_OBJECT:
                 raise
         else:
-            if place:
-                ways[:] = known[place:]
+            if position:
+                ways[:] = known_ways[position:]
             return way
     text = (
         f"{error.strerror}; a mount that neither links nor renames files, as Mountpoint for S3,"

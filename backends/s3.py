@@ -184,9 +184,9 @@ class Rate:
         """Take note of a body."""
         if nbytes >= _RATE_BYTES:
             measured = nbytes / max(seconds, 1e-6)
-            known = self.bytes_per_second or measured
+            rate = self.bytes_per_second or measured
             # The harmonic mean, which one fast body hardly changes.
-            self.bytes_per_second = 1 / (0.75 / known + 0.25 / measured)
+            self.bytes_per_second = 1 / (0.75 / rate + 0.25 / measured)
 
 
 class Put(Enum):
@@ -440,12 +440,12 @@ class S3Backend(Backend):
                 if flight is not None and now - began < _SHARED_SECONDS:
                     return await asyncio.shield(flight)
                 flight = asyncio.get_running_loop().create_future()
-                own = self._flights[name] = now, flight
+                started = self._flights[name] = now, flight
                 try:
                     answer: ObjectInfo | BaseException = await self._head(name)
                 except BaseException as exc:  # noqa: BLE001 - a panic is an answer too
                     answer = exc
-                if self._flights.get(name) is own:
+                if self._flights.get(name) is started:
                     del self._flights[name]
                 flight.set_result(answer)
                 return answer
@@ -507,8 +507,8 @@ class S3Backend(Backend):
     ) -> Checked | None:
         """Fetch all objects at once, a large one in ranges where connections are slow."""
         begin, spans = time.monotonic(), list[Span]()
-        for whole, buffer in zip(wholes, buffers, strict=True):
-            name, size = check_name(start + whole.end), whole.borders[-1]
+        for expected, buffer in zip(wholes, buffers, strict=True):
+            name, size = check_name(start + expected.end), expected.borders[-1]
             if buffer.readonly or not buffer.c_contiguous or buffer.nbytes != size:
                 raise ValueError(f"expected a writable contiguous buffer of {size} bytes")
             step = self._step(size, len(wholes))
@@ -531,11 +531,11 @@ class S3Backend(Backend):
             with self._errors("reading", spans[0].name):
                 raise errors[0]
         fetched = time.monotonic()
-        done = [
-            start + whole.end not in failed and is_whole(whole, text, buffer)
-            for whole, buffer in zip(wholes, buffers, strict=True)
+        are_read = [
+            start + expected.end not in failed and is_whole(expected, text, buffer)
+            for expected, buffer in zip(wholes, buffers, strict=True)
         ]
-        return Checked(done, fetched - begin, time.monotonic() - fetched)
+        return Checked(are_read, fetched - begin, time.monotonic() - fetched)
 
     def _step(self, size: int, objects: int) -> int:
         """Return how many bytes of an object one request fetches."""
@@ -572,15 +572,15 @@ class S3Backend(Backend):
                 self._knows_ranges = "non-partial" not in str(exc)
                 raise RangeError from exc
             raise
-        begin, place = time.monotonic(), 0
+        begin, offset = time.monotonic(), 0
         if int(body.meta["size"]) != span.size:
             raise ValueError(f"it has {body.meta['size']} bytes")
         async for piece in body.stream(min_chunk_size=_STREAM_BYTES):
             view = memoryview(piece).cast("B")
-            span.buffer[place : place + len(view)] = view
-            place += len(view)
-        if place != len(span.buffer):
-            raise ValueError(f"{place} bytes came")
+            span.buffer[offset : offset + len(view)] = view
+            offset += len(view)
+        if offset != len(span.buffer):
+            raise ValueError(f"{offset} bytes came")
         return time.monotonic() - begin
 
     # ------------------------------------------------------------------------------------ writes
@@ -626,17 +626,17 @@ class S3Backend(Backend):
         """
         if not self._learning.acquire(blocking=False):
             return
-        own = f"{_RESERVED}/{temporary_name('condition')}"
-        deletes = self._may_delete(own)
+        probe_name = f"{_RESERVED}/{temporary_name('condition')}"
+        deletes = self._may_delete(probe_name)
         try:
             if deletes:
-                name, data = own, b"1"
+                name, data = probe_name, b"1"
                 self._put(name, data, create=False)
             # A store that takes one write a second shows it later.
             self._heeds_create = self._put(name, data, create=True) is Put.EXISTS
         finally:
             if deletes:
-                self._may_delete(own)
+                self._may_delete(probe_name)
             self._learning.release()
 
     def _may_delete(self, name: str) -> bool:
@@ -652,8 +652,8 @@ class S3Backend(Backend):
         def write() -> None:
             has_condition = create and s3_errors.NO_CONDITIONS not in self.quirks
             mode = "create" if has_condition else "overwrite"
-            done = self._store.put(name, data, mode=mode, use_multipart=False)
-            self._versions = done["version"] not in (None, "null")
+            result = self._store.put(name, data, mode=mode, use_multipart=False)
+            self._versions = result["version"] not in (None, "null")
 
         conditions = [s3_errors.NO_CONDITIONS] if create else []
         with self._errors("writing", name, writing=True):
@@ -703,7 +703,7 @@ class S3Backend(Backend):
         """Yield what the store lists; where the order is not that of names, each name once."""
         pages = self._pages(prefix, _ROWS, _ROWS_SECONDS, after)
         last = previous = ""
-        seen, markers = set[str](), set[str]()
+        object_names, markers = set[str](), set[str]()
         while True:
             with self._errors("listing", prefix, seconds=_ROWS_SECONDS):
                 rows = next(pages, None)
@@ -712,8 +712,8 @@ class S3Backend(Backend):
             # Empty ones may be markers of folders: without its slash a key has another place, where
             # an object may be.
             for row in rows:
-                names = seen if row.size else markers
-                if row.name <= (last if row.size else previous) or (row.size and seen):
+                names = object_names if row.size else markers
+                if row.name <= (last if row.size else previous) or (row.size and object_names):
                     if row.name in names:
                         raise PermanentStorageError(
                             errno.ELOOP,
@@ -854,9 +854,9 @@ def _just_before(first: str) -> str:
 
     SeaweedFS leaves out a folder whose name is that key.
     """
-    before = chr(ord(first[-1]) - 1)
+    character = chr(ord(first[-1]) - 1)
     # A slash would make it the key of a folder.
-    return f"{first[:-1]}{'.' if before == '/' else before}~"
+    return f"{first[:-1]}{'.' if character == '/' else character}~"
 
 
 def _is_listed(name: str) -> bool:

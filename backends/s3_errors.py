@@ -103,15 +103,15 @@ _known_until: Final[dict[tuple[str, str], dict[str, float]]] = {}
 
 def quirks_of(endpoint: str, bucket: str) -> frozenset[str]:
     """Return the quirks of a store that are known at present."""
-    now, known = time.monotonic(), _known_until.get((endpoint, bucket), {})
-    return frozenset(quirk for quirk, until in known.items() if now < until)
+    now, until_of = time.monotonic(), _known_until.get((endpoint, bucket), {})
+    return frozenset(quirk for quirk, until in until_of.items() if now < until)
 
 
 def learn(endpoint: str, bucket: str, quirk: str, seconds: float = LEARNED_SECONDS) -> None:
     """Know a quirk of a store for some time; 0 forgets it."""
-    known = _known_until.get((endpoint, bucket), {})
+    until_of = _known_until.get((endpoint, bucket), {})
     # Other threads iterate over the dictionary that was there.
-    _known_until[endpoint, bucket] = known | {quirk: time.monotonic() + seconds}
+    _known_until[endpoint, bucket] = until_of | {quirk: time.monotonic() + seconds}
 
 
 def shows(exc: Exception, quirk: str) -> bool:
@@ -178,8 +178,8 @@ def obstore_error(
     if limit is not None:
         return limit
     if is_panic(exc):
-        said = f"{what} failed: the S3 library panicked: {shorten(text)}"
-        return TransientStorageError(errno.EIO, said, path)
+        message = f"{what} failed: the S3 library panicked: {shorten(text)}"
+        return TransientStorageError(errno.EIO, message, path)
     text = text.partition("\n\nDebug source")[0].strip() or type(exc).__name__
     status = _STATUS.search(text)
     codes = codes_of(exc)
@@ -188,25 +188,25 @@ def obstore_error(
     is_redirect = status is not None and status[1] in ("301", "307")
     if is_redirect or _NO_LOCATION in text:
         codes |= _OTHER_REGION
-    said = f"{what} failed: {shorten(text)}"
-    known = _explained(codes, text, at, writing=writing)
-    if known is not None:
-        make, number, hint = known
-        return make(number, f"{said}; {hint}", path)
+    message = f"{what} failed: {shorten(text)}"
+    explained = _explained(codes, text, at, writing=writing)
+    if explained is not None:
+        make, number, hint = explained
+        return make(number, f"{message}; {hint}", path)
     if codes & _FULL:
-        return no_space(errno.ENOSPC, said, path, "quota")
+        return no_space(errno.ENOSPC, message, path, "quota")
     if codes & ALREADY_THERE:
-        said = f"{said}; the object was replaced meanwhile"
-        return TransientStorageError(errno.ESTALE, said, path)
+        message = f"{message}; the object was replaced meanwhile"
+        return TransientStorageError(errno.ESTALE, message, path)
     if codes & _RETRYABLE:
-        return TransientStorageError(errno.EIO, said, path)
+        return TransientStorageError(errno.EIO, message, path)
     if status is None:
         # No connection, a timeout, or a body that ended early.
         if not codes:
             hint = f"is {at[1] or 'the endpoint of S3'} up and reachable?"
-            said = f"{what} failed: {hint} {shorten(text)}"
-        return TransientStorageError(errno.EIO, said, path)
-    return PermanentStorageError(errno.EIO, said, path)
+            message = f"{what} failed: {hint} {shorten(text)}"
+        return TransientStorageError(errno.EIO, message, path)
+    return PermanentStorageError(errno.EIO, message, path)
 
 
 def _explained(
@@ -214,8 +214,8 @@ def _explained(
 ) -> tuple[type[StorageError], int, str] | None:
     """Return error class, errno and hint for an answer that a user has to act on, else None."""
     if "NoSuchBucket" in codes:
-        where = f"{at[0]!r} at {at[1]}" if at[1] else f"{at[0]!r}"
-        hint = f"there is no bucket {where}: create it, or correct the URL"
+        request = f"{at[0]!r} at {at[1]}" if at[1] else f"{at[0]!r}"
+        hint = f"there is no bucket {request}: create it, or correct the URL"
         return PermanentStorageError, errno.ENOENT, hint
     if codes & _OTHER_REGION:
         region = _REGION.search(text)
@@ -248,9 +248,9 @@ def shorten(text: str) -> str:
 
 def _said(text: str) -> str:
     code = _CODE.search(text)
-    said = re.search(r"<Message>(.*?)</Message>", text, re.DOTALL)
+    match = re.search(r"<Message>(.*?)</Message>", text, re.DOTALL)
     if code is not None:
-        return f"{code[1]}: {said[1].strip()}" if said is not None and said[1] else code[1]
+        return f"{code[1]}: {match[1].strip()}" if match is not None and match[1] else code[1]
     status = re.search(r"status code: (\d{3}[ \w]*)", text)
     if status is not None:
         return status[1].strip()

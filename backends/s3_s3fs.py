@@ -46,7 +46,11 @@ def open_with_s3fs(url: str, options: Mapping[str, Any]) -> GenericBackend:
     from s3fs import S3FileSystem
 
     parameters = inspect.signature(S3FileSystem.__init__).parameters.values()
-    usual = {one.name: one.default for one in parameters if one.default is not one.empty}
+    usual = {
+        parameter.name: parameter.default
+        for parameter in parameters
+        if parameter.default is not parameter.empty
+    }
     check_names(options, {*usual, *OPTIONS, "client_kwargs", "config_kwargs"} - _OWN, ELSEWHERE)
     settings = resolve(options)
     given = mapping_of(options, "config_kwargs")
@@ -71,7 +75,7 @@ def open_with_s3fs(url: str, options: Mapping[str, Any]) -> GenericBackend:
     client.pop("endpoint_url", None)
     if settings.verify is not None:
         client["verify"] = settings.verify
-    own: dict[str, Any] = {
+    own_options: dict[str, Any] = {
         "endpoint_url": settings.endpoint,
         "anon": settings.keys is None,
         "profile": options.get("profile"),
@@ -80,5 +84,5 @@ def open_with_s3fs(url: str, options: Mapping[str, Any]) -> GenericBackend:
     }
     if settings.keys is None or options.get("key"):
         # No profile of the environment, which may not exist.
-        own["session_vars"] = {"profile": (None, None, None, None)}
-    return GenericBackend(url, {**usual, **options, **own})
+        own_options["session_vars"] = {"profile": (None, None, None, None)}
+    return GenericBackend(url, {**usual, **options, **own_options})

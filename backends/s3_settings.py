@@ -136,7 +136,7 @@ def settings_of(
         For each setting its name and, without secrets, its value with its source in parentheses.
         Empty where :func:`kvshelf.backends.open_backend` raises ConfigError, or for no bucket.
     """
-    scheme, _, place = os.fspath(url).partition("://")
+    scheme, _, path = os.fspath(url).partition("://")
     if scheme.lower() not in ("s3", "s3a"):
         return []
     try:
@@ -146,8 +146,8 @@ def settings_of(
     rows = [
         (f"s3 {name}", f"{value} ({source})") for name, (value, source) in settings.rows.items()
     ]
-    known = sorted(quirks_of(settings.endpoint, place.partition("/")[0]))
-    return rows + [("s3 quirk", f"{quirk}: {QUIRKS[quirk]}") for quirk in known]
+    quirks = sorted(quirks_of(settings.endpoint, path.partition("/")[0]))
+    return rows + [("s3 quirk", f"{quirk}: {QUIRKS[quirk]}") for quirk in quirks]
 
 
 class _Search:
@@ -191,12 +191,12 @@ class _Search:
         )
         endpoint, is_aws = self._endpoint(region)
         nested = profile.get("s3")
-        found = nested.get("addressing_style") if isinstance(nested, Mapping) else None
+        addressing = nested.get("addressing_style") if isinstance(nested, Mapping) else None
         # A profile's addressing belongs to its endpoint.
-        if found == "auto" or self._rows["endpoint"][1].startswith(_GIVEN):
-            found = None
+        if addressing == "auto" or self._rows["endpoint"][1].startswith(_GIVEN):
+            addressing = None
         usual = "virtual" if is_aws and self._flag("fips") else "path"
-        style = self._first("addressing", (_STYLE,), (), found, usual)
+        style = self._first("addressing", (_STYLE,), (), addressing, usual)
         bundle = profile.get("ca_bundle")
         verify = self._first("certificates", (_VERIFY,), ("AWS_CA_BUNDLE",), bundle, None)
         keys = self._keys()
@@ -217,8 +217,8 @@ class _Search:
             places += of_profile + environment
         else:
             places += environment + of_profile
-        found = ((source, value) for source, value in places if value is not None)
-        source, value = next(found, ("default", usual))
+        given = ((source, value) for source, value in places if value is not None)
+        source, value = next(given, ("default", usual))
         self._rows[name] = "the system's" if value is None else shown_url(str(value)), source
         return value
 
@@ -238,12 +238,12 @@ class _Search:
         if os.environ.get("AWS_IGNORE_CONFIGURED_ENDPOINT_URLS", "").lower() == "true":
             of_profile, variables = None, ()
         options = ("endpoint_url", "client_kwargs.endpoint_url")
-        found = self._first("endpoint", options, variables, of_profile, None)
-        if found is None:
+        given = self._first("endpoint", options, variables, of_profile, None)
+        if given is None:
             endpoint = self._endpoint_of_aws(region)
             self._rows["endpoint"] = endpoint, f"AWS, region {region}"
             return endpoint, True
-        parts = urlsplit(str(found))
+        parts = urlsplit(str(given))
         is_plain = not (parts.username or parts.query or parts.fragment)
         if parts.scheme not in ("http", "https") or not is_plain:
             value, source = self._rows["endpoint"]
@@ -251,20 +251,20 @@ class _Search:
                 f"{source} is {value!r}; expected http(s)://host, without user or query: keys"
                 " are options of their own"
             )
-        return str(found).rstrip("/"), False
+        return str(given).rstrip("/"), False
 
     def _endpoint_of_aws(self, region: str) -> str:
         """Return the endpoint of a region, in whichever partition of AWS it is."""
         from botocore.regions import EndpointResolver
 
-        found = EndpointResolver(self._session.get_data("endpoints")).construct_endpoint(
+        endpoint = EndpointResolver(self._session.get_data("endpoints")).construct_endpoint(
             "s3",
             region,
             use_dualstack_endpoint=self._flag("dualstack"),
             use_fips_endpoint=self._flag("fips"),
         )
         scheme = "http" if self._options.get("use_ssl") is False else "https"
-        return f"{scheme}://{found['hostname'] if found else f's3.{region}.amazonaws.com'}"
+        return f"{scheme}://{endpoint['hostname'] if endpoint else f's3.{region}.amazonaws.com'}"
 
     def _keys(self) -> Keys | None:
         from botocore.credentials import Credentials

@@ -82,8 +82,8 @@ class Trials:
         # Something else as well: the call that failed may be the only one that does. Where that is
         # a read, a listing does not show that bytes can be read.
         is_read = self.failed[0] == READ and self.worked is not None
-        other = (READ, self.worked or "") if is_read else (LIST, "")
-        calls = [other] if self._running else list(dict.fromkeys([self.failed, other]))
+        fallback = (READ, self.worked or "") if is_read else (LIST, "")
+        calls = [fallback] if self._running else list(dict.fromkeys([self.failed, fallback]))
         thread = threading.Thread(
             target=self._run, args=(calls,), name="kvshelf-trial", daemon=True
         )

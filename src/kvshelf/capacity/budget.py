@@ -173,17 +173,17 @@ class StoreBudget:
         if self.max_bytes is None:
             return
         bound, used, count = self.max_bytes, self.used_bytes, max(self.keepers, self.unknown)
-        left = max(0.0, bound - used - self.begun)
-        if left < count * self.largest:
+        free_bytes = max(0.0, bound - used - self.begun)
+        if free_bytes < count * self.largest:
             # Those whose turn it is do not know what the last ones still write.
-            left /= 2
+            free_bytes /= 2
         least = max(self.largest, 1)
-        self._has_room = left >= least
-        self._turns = min(count, max(1, int(left // least)))
+        self._has_room = free_bytes >= least
+        self._turns = min(count, max(1, int(free_bytes // least)))
         below_low = min(limits.LOW * bound - used, limits.STEP * bound) / count
         step = max(limits.STEP * bound * slice_share, below_low, self.largest)
         seconds = self.turn_left(now)
-        self.granted = min(left / self._turns, step) if seconds > 0 else 0.0
+        self.granted = min(free_bytes / self._turns, step) if seconds > 0 else 0.0
         self._credit_until = now + seconds
         # The estimate lacks what was written since the last sweep began.
         self.credit = max(0.0, self.granted - self.written)
@@ -227,16 +227,16 @@ class StoreBudget:
         """
         reserve = least_free(space)
         shown = f"{space.free} bytes are free, and stores leave {reserve} free"
-        left = space.free - reserve - self.begun
+        free_bytes = space.free - reserve - self.begun
         paid = self.free if self.pays else 0.0
         self.asked, self.space = False, space
         # All processes see the same free space.
-        least = self.largest if left >= self.largest else 0
-        self.free = max(left / 2, least, 0.0) if reserve else math.inf
+        least = self.largest if free_bytes >= self.largest else 0
+        self.free = max(free_bytes / 2, least, 0.0) if reserve else math.inf
         is_short = now < self._short_until
         is_full |= is_short or self.free < max(self.largest, 1)
-        pays = is_short or (is_full and self.max_bytes is None and reserve > 0)
-        self.pays = pays and now >= self._pays_again_at
+        needs_disk_space = is_short or (is_full and self.max_bytes is None and reserve > 0)
+        self.pays = needs_disk_space and now >= self._pays_again_at
         if self.pays:
             self.free = max(0.0, min(paid, space.free))
         if not is_full and self.refusal[0] == "free":

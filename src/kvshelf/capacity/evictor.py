@@ -296,7 +296,7 @@ class Evictor:
         if now >= self._heartbeat_at + self._heartbeat_seconds:
             # Those that begin together soon know each other.
             self._heartbeat_seconds = min(2 * self._heartbeat_seconds, limits.HEARTBEAT_SECONDS)
-            said = {
+            heartbeat = {
                 "by": f"{socket.gethostname()[:80]} {os.getpid()}",
                 "bytes": int(budget.used_bytes),
                 "evicts_after": self.order.evicts_after,
@@ -304,7 +304,7 @@ class Evictor:
             }
             self._heartbeat_at, self._knows_time = now, True
             try:
-                say = partial(keepers.say, self._guard.inner, self._name, said)
+                say = partial(keepers.say, self._guard.inner, self._name, heartbeat)
                 at, budget.rank, budget.keepers = self._storage.make(KEEPERS, say)
             except StorageError as error:
                 at = time.time()
@@ -328,10 +328,10 @@ class Evictor:
         if not self.schedule.ended_at or not (begins or self.budget.written):
             return math.inf
         pause = self._heartbeat_seconds if begins else limits.ALIVE_SECONDS / 2
-        left = self._heartbeat_at + pause - time.monotonic()
-        if left <= 0:
+        seconds = self._heartbeat_at + pause - time.monotonic()
+        if seconds <= 0:
             self._storage_time()
-        return max(left, limits.LEAST_PAUSE)
+        return max(seconds, limits.LEAST_PAUSE)
 
     # ------------------------------------------------------------- a sweep
 
@@ -435,8 +435,8 @@ class Evictor:
         for unit_score, unit, pinned in scored:
             why = reason_to_delete(unit, rules, cuts, unit_score, old_at, pinned=pinned)
             # What pays for stores was not used within an hour.
-            pays = why is Reason.SIZE and budget.max_bytes is None
-            if why is not None and not (pays and unit.used >= now - HOUR):
+            frees_disk_space = why is Reason.SIZE and budget.max_bytes is None
+            if why is not None and not (frees_disk_space and unit.used >= now - HOUR):
                 picked.append((unit, why))
         picked += (
             (leftover, leftover.reason)
@@ -461,10 +461,10 @@ class Evictor:
                 self._counters.add("leftovers_deleted", files)
         budget.unlisted_bytes -= sum(outcome.nbytes[reason] for reason in REASONS_OF_UNITS)
         if budget.pays and nbytes:
-            before = budget.space
+            space_before = budget.space
             self._look_at_space(at_once=True)
             with self._changed:
-                budget.pay(nbytes, before, time.monotonic())
+                budget.pay(nbytes, space_before, time.monotonic())
                 self._changed.notify_all()
         reasons = ", ".join(f"{reason.value} {files}" for reason, files in outcome.deleted.items())
         text = "%s: deleted %d files, %d bytes (%s); about %.0f bytes are left"

@@ -59,23 +59,23 @@ def time_for_ages(now: float, url: str) -> float:
     url : str
         The storage, for the warning.
     """
-    own = time.time()
-    if abs(now - own) <= MOST_APART:
-        return min(now, own)
+    local_time = time.time()
+    if abs(now - local_time) <= MOST_APART:
+        return min(now, local_time)
     _apart_log.warning(
         "%s: the storage's clock is %.0f s %s this machine's: nothing is deleted because of its age"
         " until they agree to an hour. Correct the clock that is wrong",
         url,
-        abs(now - own),
-        "ahead of" if now > own else "behind",
+        abs(now - local_time),
+        "ahead of" if now > local_time else "behind",
     )
     return NEVER_OLD
 
 
 def _heartbeats(backend: Backend) -> list[ObjectInfo]:
     """Return the heartbeats, the newest first."""
-    found = itertools.islice(backend.list(KEEPERS, flat=True), limits.MOST_HEARTBEATS)
-    return sorted(found, key=_at, reverse=True)
+    rows = itertools.islice(backend.list(KEEPERS, flat=True), limits.MOST_HEARTBEATS)
+    return sorted(rows, key=_at, reverse=True)
 
 
 def _at(info: ObjectInfo) -> float:
@@ -104,14 +104,16 @@ def say(backend: Backend, name: str, said: Mapping[str, Any]) -> tuple[float, in
             if backend.info(own_name) is None:
                 backend.write(own_name, [b""])
             backend.touch(own_name)
-    found = _heartbeats(backend)
-    own = next((info for info in found if info.name == own_name), None) or backend.info(own_name)
-    own = own or next(iter(found), None)
-    if own is None:
+    heartbeats = _heartbeats(backend)
+    own_info = next((info for info in heartbeats if info.name == own_name), None) or backend.info(
+        own_name
+    )
+    own_info = own_info or next(iter(heartbeats), None)
+    if own_info is None:
         late = "what was just written is not listed"
         raise problem or StorageError(errno.ENOENT, late, backend.url)
-    now = _at(own)
-    alive = sorted(info.name for info in found if abs(_at(info) - now) < limits.ALIVE_SECONDS)
+    now = _at(own_info)
+    alive = sorted(info.name for info in heartbeats if abs(_at(info) - now) < limits.ALIVE_SECONDS)
     return now, bisect(alive, own_name) - 1, max(len(alive), 1)
 
 
@@ -125,19 +127,19 @@ def read(backend: Backend, most: int = limits.MOST_READ) -> dict[str, dict[str, 
     StorageError
         If the storage failed.
     """
-    found = _heartbeats(backend)
+    heartbeats = _heartbeats(backend)
     # One from the future would hide the others; unless all are, and this machine's clock is behind.
     end = time.time() + MOST_APART
-    found = [info for info in found if _at(info) < end] or found
-    said: dict[str, dict[str, Any]] = {}
-    for info in found[:most]:
-        if _at(info) <= _at(found[0]) - limits.ALIVE_SECONDS:
+    heartbeats = [info for info in heartbeats if _at(info) < end] or heartbeats
+    heartbeat_of: dict[str, dict[str, Any]] = {}
+    for info in heartbeats[:most]:
+        if _at(info) <= _at(heartbeats[0]) - limits.ALIVE_SECONDS:
             continue
         with suppress(StorageError, ValueError, RecursionError):
             value = json.loads(read_small(backend, info.name, limits.HEARTBEAT_BYTES))
             if isinstance(value, dict):
-                said[info.name.rpartition("/")[2]] = {**value, "at": _at(info)}
-    return said
+                heartbeat_of[info.name.rpartition("/")[2]] = {**value, "at": _at(info)}
+    return heartbeat_of
 
 
 def number(said: Mapping[str, Any], name: str) -> float | None:
@@ -151,15 +153,15 @@ def number(said: Mapping[str, Any], name: str) -> float | None:
 
 def smallest(said: Mapping[str, Mapping[str, Any]], *names: str) -> dict[str, float]:
     """Return the smallest number that any keeper says, by name."""
-    numbers = {name: [number(one, name) for one in said.values()] for name in names}
+    numbers = {name: [number(heartbeat, name) for heartbeat in said.values()] for name in names}
     given = {name: [n for n in values if n is not None] for name, values in numbers.items()}
     return {name: min(values) for name, values in given.items() if values}
 
 
 def evicts_after(backend: Backend) -> float | None:
     """Return the least age in seconds at which a keeper that spoke last deletes chunks, or None."""
-    ages = smallest(read(backend, limits.NEWEST), "evicts_after", "max_age")
-    return min(ages.values(), default=None)
+    smallest_ages = smallest(read(backend, limits.NEWEST), "evicts_after", "max_age")
+    return min(smallest_ages.values(), default=None)
 
 
 def bounds(said: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:

@@ -43,9 +43,9 @@ def score(age: float, place: float, same: float) -> float:
         Seconds within which ages count as equal, and the place in the prompt decides. Of equal
         places the older goes first, so that few units have the same score.
     """
-    equal, rest = divmod(age, same)
+    equal, remainder = divmod(age, same)
     share = limits.DEPTH_PART
-    return same * (equal + share * place / (place + limits.HALF_DEPTH)) + (1 - share) * rest
+    return same * (equal + share * place / (place + limits.HALF_DEPTH)) + (1 - share) * remainder
 
 
 def score_to_free(scored: Iterable[tuple[float, int]], free: float) -> float:
@@ -111,14 +111,16 @@ class EvictionOrder:
         for unit in units:
             listed[unit.where] += unit.nbytes
         there = {*groups}
-        self.nbytes = {where: nbytes for where, nbytes in self.nbytes.items() if where in there}
+        self.nbytes = {group: nbytes for group, nbytes in self.nbytes.items() if group in there}
         self._learned = {
-            where: learned for where, learned in self._learned.items() if where in {"", *there}
+            group: learned for group, learned in self._learned.items() if group in {"", *there}
         }
-        for where, share in shares.items():
-            nbytes = listed[where] / share
-            before = self.nbytes.get(where, nbytes)
-            self.nbytes[where] = before + (nbytes - before) * max(share, 1 / limits.SMOOTH)
+        for group, share in shares.items():
+            nbytes = listed[group] / share
+            nbytes_before = self.nbytes.get(group, nbytes)
+            self.nbytes[group] = nbytes_before + (nbytes - nbytes_before) * max(
+                share, 1 / limits.SMOOTH
+            )
         return sum(self.nbytes.values())
 
     def thresholds(
@@ -160,12 +162,12 @@ class EvictionOrder:
             for unit_score, unit in candidates:
                 if unit.group != "_":
                     groups.setdefault(unit.where, []).append((unit_score, unit.nbytes))
-            for where, scored in groups.items():
+            for group, scored in groups.items():
                 low, high = (
-                    (self.nbytes[where] - part * quota) * shares[where]
+                    (self.nbytes[group] - part * quota) * shares[group]
                     for part in (limits.LOW, limits.HIGH)
                 )
-                cuts[where] = self.threshold(where, scored, low, high, weight)
+                cuts[group] = self.threshold(group, scored, low, high, weight)
         low = high = bytes_to_free
         if bound is None:
             # What pays for stores was not used within an hour.
@@ -203,11 +205,11 @@ class EvictionOrder:
         """
         if low <= 0:
             return math.inf
-        found = score_to_free(scored, low)
-        if found < math.inf:
+        score = score_to_free(scored, low)
+        if score < math.inf:
             # A sweep of the whole shelf sets exactly what it found: an ulp more deletes nothing.
-            learned = self._learned.get(where, found)
-            self._learned[where] = learned * (1 - weight) + found * weight
+            learned = self._learned.get(where, score)
+            self._learned[where] = learned * (1 - weight) + score * weight
         threshold = min(self._learned.get(where, math.inf), score_to_free(scored, high))
         # Where most units have about the same age, all of them may be older than what was learned.
         return max(threshold, score_to_free(scored, limits.MOST_PART * low))

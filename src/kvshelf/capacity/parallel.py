@@ -38,7 +38,9 @@ _R = TypeVar("_R")
 
 def threads_for(*backends: Backend) -> int:
     """Return how many threads should work on objects of all these storages; at least one."""
-    return max(1, min(limits.MOST_THREADS, *(one.properties.concurrency for one in backends)))
+    return max(
+        1, min(limits.MOST_THREADS, *(backend.properties.concurrency for backend in backends))
+    )
 
 
 def threads_for_calls(backend: Backend) -> int:
@@ -74,25 +76,25 @@ def in_parallel(
     ending = threading.Event() if stop is None else stop
     todo: queue.SimpleQueue[list[_T]] = queue.SimpleQueue()
     #: Each thread that ends puts None.
-    done: queue.SimpleQueue[tuple[_T, _R] | BaseException | None] = queue.SimpleQueue()
+    results: queue.SimpleQueue[tuple[_T, _R] | BaseException | None] = queue.SimpleQueue()
 
     def run() -> None:
         # An empty list ends the thread.
         while (given := todo.get()) and not ending.is_set():
             try:
-                done.put((given[0], work(given[0])))
+                results.put((given[0], work(given[0])))
             except BaseException as error:  # noqa: BLE001  raised by the caller's thread
-                done.put(error)
+                results.put(error)
                 ending.set()
-        done.put(None)
+        results.put(None)
 
     def result() -> tuple[_T, _R]:
         # There is nothing else while no work has failed.
-        found = done.get()
-        assert found is not None
-        if isinstance(found, BaseException):
-            raise found
-        return found
+        result = results.get()
+        assert result is not None
+        if isinstance(result, BaseException):
+            raise result
+        return result
 
     started = pending = 0
     source = iter(items)
@@ -107,7 +109,7 @@ def in_parallel(
                     return
             todo.put([item])
             pending += 1
-            while pending and (pending >= limits.AHEAD or not done.empty()):
+            while pending and (pending >= limits.AHEAD or not results.empty()):
                 yield result()
                 pending -= 1
         while pending:
@@ -121,7 +123,7 @@ def in_parallel(
         deadline = time.monotonic() + limits.INTERRUPT_SECONDS
         while started and pending:
             try:
-                started -= done.get(timeout=max(0.0, deadline - time.monotonic())) is None
+                started -= results.get(timeout=max(0.0, deadline - time.monotonic())) is None
             except queue.Empty:
                 break
 

@@ -159,13 +159,13 @@ class Uses:
         """Record all queued uses; return whether that was done in time."""
         if not self._queue and not self._thread.running:
             return True
-        done = threading.Event()
+        flushed = threading.Event()
         with self._lock:
-            self._flushes.append(done)
+            self._flushes.append(flushed)
         self._hurry.set()
         self._thread.start()
         self._thread.wake()
-        return done.wait(seconds)
+        return flushed.wait(seconds)
 
     def close(self, seconds: float = limits.CLOSE_SECONDS) -> None:
         """Record queued uses, for a limited time, and end the thread. Idempotent."""
@@ -187,14 +187,14 @@ class Uses:
         try:
             while not self.closed and self._queue:
                 with self._lock:
-                    place, used = self._queue.popleft()
+                    storage, used = self._queue.popleft()
                     self._waiting -= len(used)
-                self._record(place, used)
+                self._record(storage, used)
         except Exception as error:  # noqa: BLE001 - the thread must go on
             self._log.error("uses of chunks were not recorded", exc_info=error)
         finally:
-            for done in flushes:
-                done.set()
+            for flushed in flushes:
+                flushed.set()
         return None
 
     def _record(self, place: _Place, used: Sequence[Chunk] | Sequence[str]) -> None:
@@ -206,7 +206,7 @@ class Uses:
         self._ask_keepers(patient)
         if backend.inner.properties.renews and self._age is None:
             return
-        before = time.time() - (self._age or 0.0) * limits.COPY_PART
+        touched_before = time.time() - (self._age or 0.0) * limits.COPY_PART
         pace = GilPace()
         for item in used:
             pace.rest()
@@ -222,7 +222,7 @@ class Uses:
             touched, failed = 0, False
             for name in names:
                 try:
-                    touch = partial(backend.touch, name, before)
+                    touch = partial(backend.touch, name, touched_before)
                     touched += patient.make(name, touch) is Touched.TOUCHED
                 except StorageError as error:
                     # It takes the use of no other object with it.
@@ -242,17 +242,17 @@ class Uses:
             return
         self._ask_at = now + limits.ASK_SECONDS
         with suppress(StorageError):
-            asked = patient.make(KEEPERS, partial(keepers.evicts_after, patient.inner))
-            ages = (self._max_age, asked)
+            bound_age = patient.make(KEEPERS, partial(keepers.evicts_after, patient.inner))
+            ages = (self._max_age, bound_age)
             self._age = min((age for age in ages if age is not None), default=None)
             self.resolution = resolution(self._age)
 
     def _remember(self, key: object, seconds: float) -> None:
-        now, due = time.monotonic(), self._due
-        due[key] = now + seconds
-        due.move_to_end(key)
-        while len(due) > limits.MOST_USES or (due and next(iter(due.values())) <= now):
-            due.popitem(last=False)
+        now, due_at = time.monotonic(), self._due
+        due_at[key] = now + seconds
+        due_at.move_to_end(key)
+        while len(due_at) > limits.MOST_USES or (due_at and next(iter(due_at.values())) <= now):
+            due_at.popitem(last=False)
 
 
 def _names_of(place: _Place, item: Chunk | str) -> list[str]:

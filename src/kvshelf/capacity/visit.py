@@ -309,8 +309,8 @@ class Part:
         self.files += other.files
         for space, groups in other.groups.items():
             self.groups.setdefault(space, set()).update(groups)
-        for where, (share, files) in other.seen.items():
-            self.note_seen(where, share, files)
+        for folder, (share, files) in other.seen.items():
+            self.note_seen(folder, share, files)
         self.skipped |= other.skipped
         for sort, total in other.others.items():
             self.others.setdefault(sort, Total()).add(total.nbytes, total.count)
@@ -324,9 +324,9 @@ class Part:
         self, rows: Iterable[ObjectInfo], now: float, *, shared: bool, most: float = math.inf
     ) -> None:
         """Add what is listed in one fan-out folder, or in a reserved one, up to `most` units."""
-        found: dict[tuple[str, bytes, Kind, int, int | None], Unit] = {}
+        units: dict[tuple[str, bytes, Kind, int, int | None], Unit] = {}
         for info in rows:
-            if len(found) > most:
+            if len(units) > most:
                 return
             self.files += 1
             space, _, inner = info.name.partition("/")
@@ -336,11 +336,11 @@ class Part:
                 continue
             # No name decides about the objects of another one.
             at = parsed.salt_group, parsed.key, parsed.kind, parsed.index, parsed.tail_tokens
-            unit = found.get(at)
+            unit = units.get(at)
             if unit is None:
                 tail = parsed.tail_tokens is not None
                 unit = Unit(space, parsed.salt_group, parsed.key, parsed.kind, parsed.index, tail)
-                found[at] = unit
+                units[at] = unit
                 self.units.append(unit)
             used = last_use(info, now, shared=shared)
             unit.used = max(unit.used, used)
@@ -435,18 +435,22 @@ class Lister:
         while listed < FANS and part.chunks < chunks and not self._stop():
             begin = (first + listed) % FANS
             width = min(width, FANS - listed, FANS - begin)
-            before = len(part.units)
+            units_before = len(part.units)
             self._slice(spaces, begin, begin + width - 1, now, part)
-            part.chunks += len({unit.key for unit in part.units[before:]})
+            part.chunks += len({unit.key for unit in part.units[units_before:]})
             listed += width
             width = listed
         for space, names in part.groups.items():
             groups = self.groups.get(space, {})
             self.groups[space] = {name: groups.get(name, math.inf) for name in names}
         # Of a group whose folders could not be listed nothing is known.
-        part.seen = {where: seen for where, seen in part.seen.items() if seen[0] > 0}
-        for where, (share, files) in part.seen.items():
-            space, _, name = where.partition("/")
+        part.seen = {
+            folder: share_and_files
+            for folder, share_and_files in part.seen.items()
+            if share_and_files[0] > 0
+        }
+        for folder, (share, files) in part.seen.items():
+            space, _, name = folder.partition("/")
             self.groups[space][name] = files / share
         # What came before a listing failed is no share of the group that is known.
         part.units = [unit for unit in part.units if unit.where in part.seen]
@@ -454,8 +458,10 @@ class Lister:
 
     def _slice(self, spaces: list[str], first: int, last: int, now: float, part: Part) -> None:
         """Add what lies in some fan-out folders of all namespaces."""
-        due = [name for name in spaces if first <= fan_of(name) <= last or not self._is_small(name)]
-        threads = threads_for_calls(self._backend) if len(due) > 1 else 0
+        namespaces = [
+            name for name in spaces if first <= fan_of(name) <= last or not self._is_small(name)
+        ]
+        threads = threads_for_calls(self._backend) if len(namespaces) > 1 else 0
 
         def list_space(space: str) -> Part:
             joined = Part()
@@ -463,9 +469,9 @@ class Lister:
                 joined.join(piece)
             return joined
 
-        with closing(in_parallel(list_space, due, threads)) as results:
-            for _, found in results:
-                part.join(found)
+        with closing(in_parallel(list_space, namespaces, threads)) as results:
+            for _, part_of_folder in results:
+                part.join(part_of_folder)
                 if self._stop():
                     return
         if first == 0:
@@ -513,12 +519,12 @@ class Lister:
                 self._note_empty(part, space, DESCRIPTION)
         yield part
         for group in groups:
-            where = f"{space}/{group}"
+            folder = f"{space}/{group}"
             is_small_group = self._is_small(space, group)
-            listed_whole = is_small or (is_small_group and first <= fan_of(where) <= last)
+            listed_whole = is_small or (is_small_group and first <= fan_of(folder) <= last)
             if only in (None, group) and (listed_whole or not is_small_group):
                 fans = (0, FANS - 1) if listed_whole else (first, last)
-                yield from self._fans(where, *fans, now)
+                yield from self._fans(folder, *fans, now)
 
     def _is_small(self, space: str, group: str | None = None) -> bool:
         """Whether a namespace, or one of its groups, is known to have few files."""
@@ -535,15 +541,15 @@ class Lister:
             places += [reserved] if space else []
             with contextlib.suppress(StorageError):
                 places += (f"{reserved}/{name}" for name in self._backend.folders(reserved))
-        for place in places:
-            start, end = _HIDDEN if place == space else (None, None)
+        for folder in places:
+            start, end = _HIDDEN if folder == space else (None, None)
             try:
                 rows = self._backend.list(
-                    place, hidden=True, start=start, end=end, flat=self._has_folders
+                    folder, hidden=True, start=start, end=end, flat=self._has_folders
                 )
                 part.add_rows(itertools.islice(rows, limits.MOST_BESIDE), now, shared=False)
             except StorageError as error:
-                part.skipped[place] = error
+                part.skipped[folder] = error
         return part
 
     def _note_empty(self, part: Part, folder: str, *inside: str) -> None:
@@ -557,12 +563,12 @@ class Lister:
 
     def _fans(self, where: str, first: int, last: int, now: float) -> Iterator[Part]:
         """Yield a part for each fan-out folder of a group that is there."""
-        backend, whole, part = self._backend, (last - first + 1) / FANS, Part()
+        backend, share, part = self._backend, (last - first + 1) / FANS, Part()
         names, pieces = [f"{fan:02x}" for fan in range(first, last + 1)], list[Part]()
         try:
             if not self._has_folders and first < last:
                 rows = backend.list(where, hidden=True, start=names[0], end=names[-1])
-                part.note_seen(where, whole)
+                part.note_seen(where, share)
                 for _, some in itertools.groupby(rows, lambda row: row.name.rpartition("/")[0]):
                     piece = Part()
                     piece.add_rows(some, now, shared=backend.properties.shared)
@@ -576,7 +582,7 @@ class Lister:
                 if not there:
                     self._note_empty(part, where)
                 names = sorted(set(names) & set(there))
-                part.note_seen(where, whole - len(names) / FANS)
+                part.note_seen(where, share - len(names) / FANS)
         except StorageError as error:
             # What came before says nothing of how much there is.
             yield Part(skipped={where: error})
@@ -598,7 +604,7 @@ class Lister:
 
     def _folder(self, where: str, fan: str, now: float) -> Part:
         """Return what lies in a fan-out folder, or in a fair sample of it if that is too much."""
-        most = limits.MOST_UNITS if self._samples else math.inf
+        most_units = limits.MOST_UNITS if self._samples else math.inf
         parts = list[Part]()
         for count in _SAMPLES if self._samples else (1,):
             number, start, end = secrets.randbelow(count), None, None
@@ -611,12 +617,12 @@ class Lister:
             )
             part = Part()
             paced = (row for row in rows if self._pace() is None)
-            part.add_rows(paced, now, shared=self._backend.properties.shared, most=most)
+            part.add_rows(paced, now, shared=self._backend.properties.shared, most=most_units)
             part.note_seen(where, 1 / count / FANS, part.files)
             parts.append(part)
             # A fair sample has a share of what was too much. Keys that are no hashes have none.
             least = 0 if count == 1 else limits.MOST_UNITS // 32
-            if least <= len(part.units) <= most:
+            if least <= len(part.units) <= most_units:
                 return part
         # Deleting some makes progress.
         return parts[0]
@@ -722,8 +728,8 @@ def delete(
     """
     outcome = Outcome() if outcome is None else outcome
     work = partial(_delete_group, backend, now, pace)
-    most, iterator = max(backend.properties.deletes_at_once, limits.AT_ONCE), iter(picked)
-    groups = iter(lambda: list(itertools.islice(iterator, most)), [])
+    batch_size, iterator = max(backend.properties.deletes_at_once, limits.AT_ONCE), iter(picked)
+    groups = iter(lambda: list(itertools.islice(iterator, batch_size)), [])
     with closing(in_parallel(work, groups, threads_for_calls(backend))) as results:
         for _, of_group in results:
             outcome.join(of_group)
@@ -741,18 +747,18 @@ def _delete_group(
     # Where one request deletes many, a look at each would take a hundred times as long.
     looks = backend.properties.deletes_at_once == 1
     files: list[tuple[str, int, Reason]] = []
-    for what, reason in group:
-        if isinstance(what, Unit) and looks and reason is not Reason.CHOSEN:
-            pairs = _look(backend, now, pace, what, outcome)
-        elif isinstance(what, Unit):
-            pairs = [(name, what.nbytes // len(what.names)) for name in what.names]
-        elif reason is Reason.EMPTY and "/" not in what.name:
+    for unit, reason in group:
+        if isinstance(unit, Unit) and looks and reason is not Reason.CHOSEN:
+            pairs = _look(backend, now, pace, unit, outcome)
+        elif isinstance(unit, Unit):
+            pairs = [(name, unit.nbytes // len(unit.names)) for name in unit.names]
+        elif reason is Reason.EMPTY and "/" not in unit.name:
             # A namespace without objects: an engine that uses it describes it anew.
             inner = (DESCRIPTION, MARKERS, RESERVED) if looks else (DESCRIPTION,)
-            pairs = [(f"{what.name}/{name}", 0) for name in inner]
-            pairs += [(what.name, 0)] if looks else []
+            pairs = [(f"{unit.name}/{name}", 0) for name in inner]
+            pairs += [(unit.name, 0)] if looks else []
         else:
-            pairs = [(what.name, what.nbytes)]
+            pairs = [(unit.name, unit.nbytes)]
         files += ((name, nbytes, reason) for name, nbytes in pairs)
     answers = backend.delete([name for name, _, _ in files]) if files else []
     for (name, nbytes, reason), answer in zip(files, answers, strict=True):

@@ -58,8 +58,8 @@ class HitRule:
     @classmethod
     def of(cls, record: Mapping[str, object]) -> HitRule:
         """Return the rule of a namespace, by its record, which need not be valid."""
-        said: object = record.get("kinds", (FULL,) if record else ())
-        layers = said if isinstance(said, list | tuple) else ()
+        names: object = record.get("kinds", (FULL,) if record else ())
+        layers = names if isinstance(names, list | tuple) else ()
         kinds = tuple(kind for kind in KINDS if kind in layers)
         sizes, chunk_size = record.get("sliding_windows"), record.get("chunk_size")
         if WINDOW in kinds and isinstance(sizes, list | tuple) and len(sizes) == len(layers):
@@ -125,8 +125,8 @@ class HitRule:
             for kind, needed in self.needs(end, first).items():
                 lost = places.get(kind, ())
                 # The last one before the end.
-                place = bisect_left(lost, end) - 1
-                if place >= 0 and lost[place] in needed:
+                position = bisect_left(lost, end) - 1
+                if position >= 0 and lost[position] in needed:
                     return False
             return True
 
@@ -135,5 +135,5 @@ class HitRule:
     def longest(self, ends: Sequence[int], present: Mapping[Kind, Container[int]]) -> int:
         """Return the last of some ascending ends whose hit needs only what is present; 0: none."""
         count = ends[-1] if ends else 0
-        gone = {kind: [n for n in range(count) if n not in present[kind]] for kind in self.kinds}
-        return next(iter(self.possible(reversed(ends), gone)), 0)
+        missing = {kind: [n for n in range(count) if n not in present[kind]] for kind in self.kinds}
+        return next(iter(self.possible(reversed(ends), missing)), 0)

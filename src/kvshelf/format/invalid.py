@@ -105,9 +105,9 @@ def compare_metadata(metadata: object, expected: Mapping[str, str], tensors: int
         raise BadObjectError(Defect.WRONG_METADATA, text)
     defects = {"namespace": Defect.WRONG_NAMESPACE, "key": Defect.WRONG_KEY}
     for field, value in expected.items():
-        found = metadata.get(field)
-        if found != value:
-            text = f"{field}: found {short_repr(found)}, expected {value!r}"
+        given = metadata.get(field)
+        if given != value:
+            text = f"{field}: found {short_repr(given)}, expected {value!r}"
             raise BadObjectError(defects.get(field, Defect.WRONG_METADATA), text)
     for field in metadata:
         if field not in expected and field != "xxh3":
@@ -161,9 +161,9 @@ def compare_tensors(header: Mapping[str, object], specs: Sequence[TensorSpec]) -
             (misplaced, "first byte", begin, spec.offset),
             (Defect.WRONG_TENSOR_SIZE, "bytes", end - begin, spec.nbytes),
         )
-        for defect, what, found, expected in comparisons:
-            if found != expected:
-                text = f"{what} {short_repr(found)}, expected {expected}"
+        for defect, field, value, expected in comparisons:
+            if value != expected:
+                text = f"{field} {short_repr(value)}, expected {expected}"
                 raise BadObjectError(defect, f"tensor {spec.name!r}: found {text}")
 
 

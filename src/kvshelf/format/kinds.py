@@ -55,12 +55,12 @@ def layers_by_kind(stages: Sequence[int], kinds: Sequence[str]) -> dict[Kind, di
     """
     stage_of = [stage for stage, count in enumerate(stages) for _ in range(count)]
     of_layer = kinds or [FULL] * len(stage_of)
-    found: dict[Kind, dict[int, list[int]]] = {}
+    layers: dict[Kind, dict[int, list[int]]] = {}
     for kind in KINDS:
         for number, stage in enumerate(stage_of):
             if of_layer[number] == kind:
-                found.setdefault(kind, {}).setdefault(stage, []).append(number)
-    return found
+                layers.setdefault(kind, {}).setdefault(stage, []).append(number)
+    return layers
 
 
 def kind_key(key: bytes, kind: Kind) -> bytes:

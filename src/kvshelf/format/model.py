@@ -108,18 +108,18 @@ def rope_text(config: Any, max_model_len: int | None = None) -> str:
         If the kind of RoPE needs `max_model_len` and it is absent.
     """
     stated = {name: getattr(config, name, None) for name in ROPE_FIELDS}
-    found = {name: value for name, value in stated.items() if value is not None}
-    text = json.dumps(found, sort_keys=True, default=str)
+    parameters = {name: value for name, value in stated.items() if value is not None}
+    text = json.dumps(parameters, sort_keys=True, default=str)
     if any(f'"{kind}"' in text for kind in _LENGTH_DEPENDENT_ROPE):
         if max_model_len is None:
             raise ConfigError(
                 "the model's RoPE depends on the longest prompt that is served: pass max_model_len"
             )
-        found["max_model_len"] = _deciding_length(config, text, int(max_model_len))
-        found["original_max_position_embeddings"] = getattr(
+        parameters["max_model_len"] = _deciding_length(config, text, int(max_model_len))
+        parameters["original_max_position_embeddings"] = getattr(
             config, "original_max_position_embeddings", None
         )
-    return json.dumps(found, sort_keys=True, separators=(",", ":"), default=str)
+    return json.dumps(parameters, sort_keys=True, separators=(",", ":"), default=str)
 
 
 def _deciding_length(config: Any, text: str, length: int) -> int:
@@ -338,14 +338,16 @@ class ModelFacts:
             raise UnsupportedError(f"this model keeps latent KV (MLA): {advice}")
         layers = int(text.num_hidden_layers)
         windows = _windows(text, layers)
-        found = dtype or str(getattr(text, "dtype", None) or getattr(config, "dtype", None))
-        kv_dtype = found.removeprefix("torch.")
+        dtype_name = dtype or str(getattr(text, "dtype", None) or getattr(config, "dtype", None))
+        kv_dtype = dtype_name.removeprefix("torch.")
         if kv_dtype == "None":
             raise ConfigError("the configuration names no dtype: pass dtype")
         # Reading a field that differs by layer from the whole configuration is an error.
-        each = list(text.per_layer_config) if getattr(text, "is_heterogeneous", False) else [text]
+        layer_configs = (
+            list(text.per_layer_config) if getattr(text, "is_heterogeneous", False) else [text]
+        )
         head_sizes, kv_heads = list[int](), list[int]()
-        for of in each:
+        for of in layer_configs:
             heads = of.num_attention_heads
             head_sizes.append(int(getattr(of, "head_dim", None) or of.hidden_size // heads))
             kv_heads.append(int(getattr(of, "num_key_value_heads", None) or heads))
@@ -356,8 +358,8 @@ class ModelFacts:
             method = getattr(quantization, "quant_method", "") or ""
         return cls(
             layers=layers,
-            kv_heads=tuple(kv_heads) if len(each) > 1 else kv_heads[0],
-            head_size=tuple(head_sizes) if len(each) > 1 else head_sizes[0],
+            kv_heads=tuple(kv_heads) if len(layer_configs) > 1 else kv_heads[0],
+            head_size=tuple(head_sizes) if len(layer_configs) > 1 else head_sizes[0],
             dtype=kv_dtype,
             weights=weights,
             fingerprint=fingerprint,
@@ -440,14 +442,14 @@ class ModelFacts:
         stated = {"window_shards": self.window_shards, "state_shards": self.state_shards}
         if stated.get(fields[0]) is None:
             stated[fields[0]] = shards
-        found = {field: count for field, count in stated.items() if count is not None}
+        counts = {field: count for field, count in stated.items() if count is not None}
         for field, members in zip(fields, layers.values(), strict=True):
-            if field not in found:
+            if field not in counts:
                 common = gcd(*(self._heads[n] for numbers in members.values() for n in numbers))
-                own = len(members)
+                model_layers = len(members)
                 heads = self.layer_shapes is None
-                found[field] = default_shards(common, own) if heads else own
-        return {"shards": shards or found[fields[0]], **found}
+                counts[field] = default_shards(common, model_layers) if heads else model_layers
+        return {"shards": shards or counts[fields[0]], **counts}
 
     def _config_field(self) -> tuple[str, ...] | None:
         if isinstance(self.config, tuple):

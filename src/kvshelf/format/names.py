@@ -136,31 +136,31 @@ def parse_object_name(name: str, namespace: str | None = None) -> ParsedName | N
     The exact inverse of :func:`object_name`. Returns None for any spelling that it does not
     produce: leading zeros, uppercase, a shard not below `shards`, a foreign file, a temporary.
     """
-    found = _OBJECT.fullmatch(name)
-    if found is None:
+    match = _OBJECT.fullmatch(name)
+    if match is None:
         return None
-    tail = found["tail"]
-    index, shard, shards = int(found["index"]), int(found["shard"]), int(found["shards"])
+    tail = match["tail"]
+    index, shard, shards = int(match["index"]), int(match["shard"]), int(match["shards"])
     if index > MAX_U32 or shards > MAX_U32 or shard >= shards:
         return None
     if tail is not None and int(tail) > MAX_U32:
         return None
     return ParsedName(
-        bytes.fromhex(found["key"]),
+        bytes.fromhex(match["key"]),
         index,
         shard,
         shards,
         None if tail is None else int(tail),
-        found["group"],
+        match["group"],
         namespace,
-        cast("Kind", found["kind"] or FULL),
+        cast("Kind", match["kind"] or FULL),
     )
 
 
 def parse_namespace_folder(folder: str) -> str | None:
     """Return the 16 hex digits of a namespace folder's name, None for any other name."""
-    found = _FOLDER.fullmatch(folder)
-    return found["digest"] if found else None
+    match = _FOLDER.fullmatch(folder)
+    return match["digest"] if match else None
 
 
 def parse_path(path: str) -> ParsedName | None:

@@ -182,10 +182,10 @@ class Namespace:
         """
 
         def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-            found = dict(pairs)
-            if len(found) != len(pairs):
+            fields = dict(pairs)
+            if len(fields) != len(pairs):
                 raise ConfigError("namespace record: a field appears twice")
-            return found
+            return fields
 
         try:
             record = json.loads(data.decode("utf-8"), object_pairs_hook=no_duplicates)

@@ -150,13 +150,13 @@ class ObjectFormat:
             raise ConfigError(
                 f"namespace record: data_offset is {data_offset}, but its layers need {needed}"
             )
-        own: Kind = next(iter(plans)) if kind is None else kind
-        if own not in plans:
-            raise _no_kind(own, tuple(plans))
-        formats = {own: self}
-        for each in plans:
-            fmt = formats.setdefault(each, object.__new__(ObjectFormat))
-            fmt._fill(namespace, each, plans, needed, formats)
+        own_kind: Kind = next(iter(plans)) if kind is None else kind
+        if own_kind not in plans:
+            raise _no_kind(own_kind, tuple(plans))
+        formats = {own_kind: self}
+        for kind_of_plan in plans:
+            fmt = formats.setdefault(kind_of_plan, object.__new__(ObjectFormat))
+            fmt._fill(namespace, kind_of_plan, plans, needed, formats)
 
     def _fill(
         self,
@@ -185,10 +185,10 @@ class ObjectFormat:
         ConfigError
             If the namespace has no layer of this kind.
         """
-        found = self._formats.get(kind)
-        if found is None:
+        fmt = self._formats.get(kind)
+        if fmt is None:
             raise _no_kind(kind, self.kinds)
-        return found
+        return fmt
 
     def of_name(self, parsed: ParsedName) -> ObjectFormat:
         """Return the format of the objects of the kind that an object's name states.
@@ -295,8 +295,8 @@ class ObjectFormat:
         hashes = self._check_header(buffer, template, chunk, shard)
         if payload:
             for number, tensor in enumerate(template.slices):
-                found = xxhash.xxh3_128_hexdigest(buffer[tensor])
-                _check_hash(template, number, found, hashes)
+                digest = xxhash.xxh3_128_hexdigest(buffer[tensor])
+                _check_hash(template, number, digest, hashes)
 
     def read(self, reader: ReaderLike, chunk: Chunk, shard: int, buffer: memoryview) -> None:
         """Read one object into `buffer`, and verify all of it.
@@ -471,9 +471,9 @@ class ObjectFormat:
         )
 
     def _template(self, shard: int, tokens: int) -> _Template:
-        known = self._templates.get((shard, tokens))
-        if known is not None:
-            return known
+        made_before = self._templates.get((shard, tokens))
+        if made_before is not None:
+            return made_before
         specs = self._plan.specs(self._checked(shard), tokens, native=tokens == self.chunk_size)
         before_key, before_hashes, after_hashes = self._plan.parts(
             self.namespace.digest.hex(), shard, tokens, specs
@@ -526,12 +526,12 @@ class ObjectFormat:
     ) -> list[str]:
         """Compare the header region with the only valid one; return its hashes."""
         region = view[: self.data_offset].tobytes()
-        before = self._before_hashes(template, chunk)
-        first = len(before)
+        text_before = self._before_hashes(template, chunk)
+        first = len(text_before)
         last = first + template.hash_chars
         # The spaces after the JSON are part of the comparison.
         after = template.after_hashes.ljust(self.data_offset - last)
-        if region.startswith(before) and region[last:] == after:
+        if region.startswith(text_before) and region[last:] == after:
             text = region[first:last]
             commas = b"," * (len(template.specs) - 1)
             if text.translate(None, _HEX) == commas == text[HASH_CHARS :: HASH_CHARS + 1]:

@@ -145,8 +145,8 @@ def native_block_size(layout: str) -> int | None:
 
 def shape_heads(shape: str) -> int | None:
     """Return the KV heads of a layer shape; None for shapes without heads."""
-    found = _HEADS_SHAPE.fullmatch(shape)
-    return None if found is None else int(found[1])
+    match = _HEADS_SHAPE.fullmatch(shape)
+    return None if match is None else int(match[1])
 
 
 def state_fields(parts: Sequence[StatePart]) -> tuple[str, str]:
@@ -181,15 +181,17 @@ def parse_state(shape: str, dtype: str) -> tuple[StatePart, ...]:
         len(texts) == len(dtypes), f"{len(texts)} parts in shape {shape!r}, {len(dtypes)} dtypes"
     )
     parts = []
-    for text, each in zip(texts, dtypes, strict=True):
-        found = _STATE_PART.fullmatch(text)
-        if found is None or found[2].count("/") > 1:
+    for text, dtype_text in zip(texts, dtypes, strict=True):
+        match = _STATE_PART.fullmatch(text)
+        if match is None or match[2].count("/") > 1:
             expected = "expected '<name>:<extents>', where at most one extent is followed by '/'"
             raise ConfigError(f"part {text!r} of a state, {expected}")
-        _check_dtype(f"part {found[1]!r}:", each)
-        extents = found[2].split(",")
+        _check_dtype(f"part {match[1]!r}:", dtype_text)
+        extents = match[2].split(",")
         divided = next((n for n, extent in enumerate(extents) if extent[-1] == "/"), None)
-        parts.append(StatePart(found[1], each, tuple(int(e.rstrip("/")) for e in extents), divided))
+        parts.append(
+            StatePart(match[1], dtype_text, tuple(int(e.rstrip("/")) for e in extents), divided)
+        )
     names = {part.name for part in parts}
     _check(len(names) == len(parts), f"shape {shape!r} names a part of a state twice")
     return tuple(parts)
@@ -215,18 +217,20 @@ def parse_layer(
 
 def _divided_parts(layout: str, shape: str, dtype: str, split: int) -> tuple[StatePart, ...]:
     """Return the parts of a state layer, each with its shape in one shard."""
-    found = _STATE.fullmatch(layout)
-    assert found is not None
-    parts, ranks = list(parse_state(shape, dtype)), found[1]
+    match = _STATE.fullmatch(layout)
+    assert match is not None
+    parts, ranks = list(parse_state(shape, dtype)), match[1]
     needed = f"layout {layout} needs {ranks} shards in each stage, found {split}"
     _check(ranks is None or int(ranks) == split, needed)
     for number, part in enumerate(parts):
-        at, where = part.divided, f"part {part.name!r} with layout {layout}"
+        at, part_text = part.divided, f"part {part.name!r} with layout {layout}"
         extents = "one divided extent" if ranks is None else "no divided extent"
-        _check((at is None) == (ranks is not None), f"{where}: expected {extents} ('/')")
+        _check((at is None) == (ranks is not None), f"{part_text}: expected {extents} ('/')")
         if at is not None:
             extent = part.shape[at]
-            _check(extent % split == 0, f"{where}: {extent} cannot be split over {split} shards")
+            _check(
+                extent % split == 0, f"{part_text}: {extent} cannot be split over {split} shards"
+            )
             divided = (*part.shape[:at], extent // split, *part.shape[at + 1 :])
             parts[number] = replace(part, shape=divided)
     return tuple(parts)
@@ -238,8 +242,8 @@ def _parse_layer(
     if _WHOLE.fullmatch(layout):
         blocks = _BLOCKS_SHAPE.fullmatch(shape)
         if blocks is None or dtype != "U8":
-            found = f"found {dtype} and {shape!r}"
-            raise ConfigError(f"{layout} needs dtype U8 and shape '<blocks>,<bytes>', {found}")
+            given = f"found {dtype} and {shape!r}"
+            raise ConfigError(f"{layout} needs dtype U8 and shape '<blocks>,<bytes>', {given}")
         if layout.startswith("replicated-"):
             _check_not_split(split)
         return Layer(name, dtype, "blocks", 1, int(blocks[2]), int(blocks[1]))
@@ -440,9 +444,9 @@ def _check_kinds(kinds: Sequence[str], layouts: Sequence[str], stated: bool) -> 
 def _shards(record: Mapping[str, FieldValue], kinds: Sequence[Kind]) -> dict[Kind, int]:
     """Return the shards of each of the record's kinds."""
     for kind, field in SHARDS_FIELDS.items():
-        found = "is missing" if kind in kinds else f"is given, but no layer is of kind {kind}"
+        problem = "is missing" if kind in kinds else f"is given, but no layer is of kind {kind}"
         is_right = kind == FULL or (kind in kinds) == (field in record)
-        _check_record(is_right, f"{field} {found}")
+        _check_record(is_right, f"{field} {problem}")
     shards: dict[Kind, int] = {kind: required_field(record, SHARDS_FIELDS[kind]) for kind in kinds}
     stated, first = required_field(record, "shards"), shards[kinds[0]]
     _check_record(stated == first, f"shards is {stated}, expected {first}, as of kind {kinds[0]}")

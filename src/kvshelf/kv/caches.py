@@ -364,10 +364,12 @@ class HostKVCache(KVCache):
         for calls, payload in zip(self._calls.values(), payloads, strict=True):
             for call in calls:
                 of_call = (call.first_slot, call.count)
-                if (own := ranges.get(of_call)) is None:
-                    own = ranges[of_call] = call.own(slots)
+                if (slots_of_call := ranges.get(of_call)) is None:
+                    slots_of_call = ranges[of_call] = call.own(slots)
                 part = payload[call.start : call.end]
-                ops.gather_kv(call.caches, own, part, call.layout, call.first_head, call.heads)
+                ops.gather_kv(
+                    call.caches, slots_of_call, part, call.layout, call.first_head, call.heads
+                )
         return DONE
 
     def scatter(self, shard: int, slots: Tensor, payload: Tensor, fence: object = None) -> None:
@@ -421,14 +423,14 @@ def layer_calls(
     plan = plan or ShardPlan.whole(fmt.shards)
     layers = sum(len(run.caches) for run in runs)
     calls = {}
-    for place, shard in enumerate(plan.shards):
+    for position, shard in enumerate(plan.shards):
         specs = fmt.tensors(shard)
         if layers != len(specs):
             raise ConfigError(
                 f"{layers} layers are registered, but objects of this namespace hold"
                 f" {len(specs)}: the engine's model does not match the namespace"
             )
-        calls[shard] = [_call(fmt, run, plan, place) for run in runs]
+        calls[shard] = [_call(fmt, run, plan, position) for run in runs]
     return calls
 
 
@@ -450,10 +452,10 @@ def _call(fmt: ObjectFormat, run: LayerRun, plan: ShardPlan, place: int) -> Laye
     # Shapes with heads are [2, tokens, heads, head size] and [blocks, heads, bytes].
     parts = max(1, first.shape[-2] // heads) if plan.divided and len(first.shape) > 2 else 1
     row = run.layout.chunk_bytes(1, heads) * parts
-    slots, rest = divmod(end - start, len(run.caches) * row)
+    slots, remainder = divmod(end - start, len(run.caches) * row)
     # A state is one block of its cache; of other kinds each slot holds equally many tokens.
     fits = slots == run.layout.block_size if fmt.kind == STATE else slots and not chunk % slots
-    if rest or not fits:
+    if remainder or not fits:
         raise ConfigError(
             f"objects of this namespace hold {end - start} bytes of {len(run.caches)} layers,"
             f" which are not a whole number of rows of {row} bytes of the registered caches: the"

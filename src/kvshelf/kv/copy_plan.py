@@ -63,13 +63,13 @@ class CopyPlan:
         """
         groups: list[tuple[int, int, list[_Run]]] = []
         alike: tuple[object, ...] = ()
-        for place, of_shard in enumerate(calls.values()):
+        for position, of_shard in enumerate(calls.values()):
             first, count = groups[-1][:2] if groups else (0, 0)
-            if groups and alike == _form(of_shard, place - first):
+            if groups and alike == _form(of_shard, position - first):
                 groups[-1] = (first, count + 1, groups[-1][2])
                 continue
             alike = _form(of_shard)
-            groups.append((place, 1, _runs(of_shard)))
+            groups.append((position, 1, _runs(of_shard)))
         sizes = [max(call.end for call in of_shard) for of_shard in calls.values()]
         return cls(calls, groups, sizes, slot_count(next(iter(calls.values()))))
 

@@ -165,11 +165,11 @@ class _DeviceMemory(KVMemory):
         fence: object = None,
     ) -> None:
         """See :meth:`~kvshelf.kv.caches.KVMemory.scatter_chunk`; as :meth:`scatter`."""
-        known = list(self._plan.calls)
-        first = known.index(shards[0])
+        all_shards = list(self._plan.calls)
+        first = all_shards.index(shards[0])
         places = range(first, first + len(shards))
-        if list(shards) != known[first : places.stop]:
-            raise ValueError(f"the shards {list(shards)} are no neighbours among {known}")
+        if list(shards) != all_shards[first : places.stop]:
+            raise ValueError(f"the shards {list(shards)} are no neighbours among {all_shards}")
         self._check(self._plan.sizes[first : places.stop], slots, payloads)
         with self._usage.lent() as usable, trace_range("kvshelf scatter"):
             if not usable:
@@ -305,8 +305,8 @@ def _allocate(plan: CopyPlan, nbytes: int, streams: Streams) -> list[Tensor]:
     """Return device buffers that take so many bytes, at least two."""
     shards = len(plan.sizes)
     size = shards * max(plan.sizes)
-    wanted = max(2, min(MOST_BUFFERS, nbytes // size))
-    count = max(2, min(wanted, streams.free_bytes() // _SHARE // size))
+    wanted_buffers = max(2, min(MOST_BUFFERS, nbytes // size))
+    count = max(2, min(wanted_buffers, streams.free_bytes() // _SHARE // size))
     try:
         buffers = [plan.allocate(shards) for _ in range(count)]
         # Their memory may have been another tensor's, with work on this stream that is not done.
@@ -317,12 +317,12 @@ def _allocate(plan: CopyPlan, nbytes: int, streams: Streams) -> list[Tensor]:
             f"the GPU has no memory for {count} buffers of {size} bytes: give the engine less"
             " memory, or make chunk_size smaller"
         ) from error
-    if count < wanted:
+    if count < wanted_buffers:
         logger.warning(
             "the GPU has free memory for only %d of %d buffers of %d bytes: if a step computes more"
             " chunks, some are stored later",
             count,
-            wanted,
+            wanted_buffers,
             size,
         )
     return buffers

@@ -92,7 +92,7 @@ class InterleavedBlocks:
             return slots_of(block_ids, self.block_size, start, count)
         first, end = start // self.tokens, -(-(start + count) // self.tokens)
         blocks = slots_of(block_ids, 1, first, end - first).unsqueeze(1)
-        held = self._offsets >= 0
-        slots = torch.where(held, blocks * self.block_size + self._offsets, -1)
+        is_held = self._offsets >= 0
+        slots = torch.where(is_held, blocks * self.block_size + self._offsets, -1)
         skip = start - first * self.tokens
         return slots.view(-1)[skip : skip + count]

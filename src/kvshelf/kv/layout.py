@@ -360,15 +360,15 @@ class PagedLayout:
             If the cache is not of this form.
         """
         _check_form(cache, form)
-        found = dict(zip(form, zip(cache.shape, cache.stride(), strict=True), strict=True))
-        block, planes, heads = (found.get(letter, (1, 0)) for letter in "B2H")
-        if "2" in found and planes[0] != 2:
+        dimensions = dict(zip(form, zip(cache.shape, cache.stride(), strict=True), strict=True))
+        block, planes, heads = (dimensions.get(letter, (1, 0)) for letter in "B2H")
+        if "2" in dimensions and planes[0] != 2:
             raise ValueError(
                 f"dimension {form.index('2')} of the cache is {planes[0]}; expected 2 (K and V): "
                 "use from_2bnhd for [2, B, N, H, D] and from_b2nhd for [B, 2, N, H, D]"
             )
         row = cache.shape[-1]
-        return cls._of(cache, block=block, token=found["N"], kv=planes, head=heads, row=row)
+        return cls._of(cache, block=block, token=dimensions["N"], kv=planes, head=heads, row=row)
 
     @classmethod
     def _of(
@@ -577,8 +577,8 @@ def _packing_name(
 ) -> str:
     if kv_planes == 2:
         for name in _PACKINGS:
-            known = packed_positions(name, block_size, head_size, item_bytes)
-            if known is not None and permutation_bytes(known) == permutation:
+            positions = packed_positions(name, block_size, head_size, item_bytes)
+            if positions is not None and permutation_bytes(positions) == permutation:
                 return name
     return "p" + hashlib.sha256(permutation).hexdigest()[:8]
 

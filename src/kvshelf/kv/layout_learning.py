@@ -261,24 +261,24 @@ class _LayoutLearner:
         numbers = torch.arange(1, self.count + 1, dtype=torch.int32).view(
             shape.kv_planes, shape.block_size, shape.heads, shape.head_size
         )
-        found = torch.zeros(self._places.numel(), dtype=torch.int32)
+        tokens_of_places = torch.zeros(self._places.numel(), dtype=torch.int32)
         slots = self._slots(block)
         for bit in range(self.count.bit_length()):
             self._write(slots, ((numbers >> bit) & 1).float())
-            found |= (self._read(block) != 0).to(torch.int32) << bit
-        held = found.nonzero().view(-1)
-        if held.numel() == 0:
+            tokens_of_places |= (self._read(block) != 0).to(torch.int32) << bit
+        written = tokens_of_places.nonzero().view(-1)
+        if written.numel() == 0:
             raise _UnknownError("nothing that was written could be read back")
-        if held.numel() != self.count:
+        if written.numel() != self.count:
             raise _UnknownError(
-                f"{self.count} elements were written, but {held.numel()} places of the block "
+                f"{self.count} elements were written, but {written.numel()} places of the block "
                 "changed: it holds other data as well, such as scales, or fewer elements"
             )
-        order = found[held].long() - 1
+        order = tokens_of_places[written].long() - 1
         if int(order.max()) >= self.count or torch.bincount(order).max() != 1:
             raise _UnknownError("two elements depend on each other, so they share storage")
         places = torch.empty(self.count, dtype=torch.int64)
-        places[order] = self._places[held]
+        places[order] = self._places[written]
         return places.view(numbers.shape)
 
     # ------------------------------------------------------------- verifying

@@ -421,9 +421,9 @@ def open_paged(
     dtypes = required_field(fmt.namespace.record, "layer_dtypes")
     for run in runs:
         size = run.layout.chunk_bytes(slots, run.layout.heads // len(shards))
-        for place, cache in enumerate(run.caches, run.first_layer):
-            spec = specs[place]
-            _check_tensor(cache, f"caches[{place}]", dtypes[numbers[place]])
+        for position, cache in enumerate(run.caches, run.first_layer):
+            spec = specs[position]
+            _check_tensor(cache, f"caches[{position}]", dtypes[numbers[position]])
             if size != spec.nbytes and not (plan and plan.divided):
                 raise ConfigError(
                     f"a chunk of layer {spec.name} takes {spec.nbytes} bytes a shard in this"
@@ -479,8 +479,8 @@ def _blocks_of(slots: Tensor, size: int, start: int) -> Tensor:
     rows = slots.view(-1, size)
     first = rows[:, 0]
     skipped = (rows == -1).all(1)
-    whole = (rows == first.unsqueeze(1) + torch.arange(size)).all(1) & (first % size == 0)
-    wrong = ~(whole | skipped)
+    is_whole = (rows == first.unsqueeze(1) + torch.arange(size)).all(1) & (first % size == 0)
+    wrong = ~(is_whole | skipped)
     if bool(wrong.any()):
         token = start + int(wrong.nonzero()[0]) * size
         raise ValueError(
@@ -609,11 +609,11 @@ def _given(value: object) -> Sequence[Any]:
 
 def _tensors(value: object, where: str) -> list[Tensor]:
     """Return a list of tensors; raise unless `value` is a sequence of these."""
-    found: list[Any] = list(value) if isinstance(value, list | tuple) else [value]
-    for tensor in found:
+    values: list[Any] = list(value) if isinstance(value, list | tuple) else [value]
+    for tensor in values:
         if not isinstance(tensor, Tensor):
             raise ValueError(f"{where} holds a {type(tensor).__name__}; expected tensors")
-    return found
+    return values
 
 
 def _check_tensor(tensor: Tensor, where: str, dtype: str) -> None:
@@ -662,19 +662,19 @@ def _plane_calls(
     specs = _specs(fmt)
     if len(layers) != len(specs):
         raise ValueError(f"KV of {len(layers)} layers was given; this namespace has {len(specs)}")
-    for tensors, spec, where in zip(layers, specs, names, strict=True):
+    for tensors, spec, name in zip(layers, specs, names, strict=True):
         if len(tensors) != (2 if spec.heads else 1):
             raise ValueError(
-                f"{where} holds {len(tensors)} tensors; layer {spec.name} keeps "
+                f"{name} holds {len(tensors)} tensors; layer {spec.name} keeps "
                 + ("K and V" if spec.heads else "a single content")
             )
         for tensor in tensors:
             if tuple(tensor.shape) != (*leading.values(), *spec.shape):
                 raise ValueError(
-                    f"{where} has shape {list(tensor.shape)}, as [{', '.join(leading)}, …]; "
+                    f"{name} has shape {list(tensor.shape)}, as [{', '.join(leading)}, …]; "
                     f"expected {[*leading.values(), *spec.shape]} for layer {spec.name}"
                 )
-            _check_tensor(tensor, where, spec.dtype)
+            _check_tensor(tensor, name, spec.dtype)
     number = {spec.name: i for i, spec in enumerate(specs)}
     split = _split(fmt)
     calls: dict[int, list[LayerCall]] = {}

@@ -49,31 +49,31 @@ class StateTensors(KVCache):
 
     def __init__(self, fmt: ObjectFormat, state: Mapping[str, Tensor]) -> None:
         self._specs = [fmt.tensors(shard) for shard in range(fmt.shards)]
-        whole = empty_state(fmt, device="meta")
-        if wrong := sorted(whole.keys() ^ state.keys()):
+        template = empty_state(fmt, device="meta")
+        if wrong := sorted(template.keys() ^ state.keys()):
             raise ValueError(
-                f"the state {'lacks' if wrong[0] in whole else 'has'} {wrong[0]!r}; expected the"
-                f" {len(whole)} tensors that objects of this namespace hold"
+                f"the state {'lacks' if wrong[0] in template else 'has'} {wrong[0]!r}; expected the"
+                f" {len(template)} tensors that objects of this namespace hold"
             )
-        for name, expected in whole.items():
-            found = state[name]
-            if (found.shape, found.dtype) != (expected.shape, expected.dtype):
+        for name, expected in template.items():
+            tensor = state[name]
+            if (tensor.shape, tensor.dtype) != (expected.shape, expected.dtype):
                 raise ValueError(
-                    f"{name!r} is {found.dtype} {list(found.shape)}; expected {expected.dtype}"
+                    f"{name!r} is {tensor.dtype} {list(tensor.shape)}; expected {expected.dtype}"
                     f" {list(expected.shape)}"
                 )
-            if found.device.type != "cpu":
+            if tensor.device.type != "cpu":
                 raise UnsupportedError(
-                    f"{name!r} lies on {found.device}; pass the tensors of a state on the CPU"
+                    f"{name!r} lies on {tensor.device}; pass the tensors of a state on the CPU"
                 )
         #: The shard's tensors, views of the caller's, in the order of the object.
         self._parts: list[list[Tensor]] = [[] for _ in self._specs]
         divided = _divided(fmt)
-        seen: defaultdict[str, int] = defaultdict(int)
+        counts: defaultdict[str, int] = defaultdict(int)
         for specs, parts in zip(self._specs, self._parts, strict=True):
             for spec in specs:
-                number, at = seen[spec.name], divided[spec.name]
-                seen[spec.name] += 1
+                number, at = counts[spec.name], divided[spec.name]
+                counts[spec.name] += 1
                 if at is None:
                     parts.append(state[spec.name][number])
                 else:

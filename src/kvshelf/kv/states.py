@@ -210,8 +210,8 @@ def split_state(
         nbytes = prod(shape) * size
         tokens = shape[0] - (drafts if number == 0 else 0)
         if sections is None:
-            known = _NAMES.get(mamba_type, ())
-            name = known[number] if number < len(known) else f"part{number}"
+            part_names = _NAMES.get(mamba_type, ())
+            name = part_names[number] if number < len(part_names) else f"part{number}"
             parts.append(StatePart(name, dtype, (tokens, *shape[1:])))
             stored = tokens * prod(shape[1:]) * size
             places.append(PartPlace(offset, 1, stored, stored))
@@ -220,11 +220,11 @@ def split_state(
             stride = nbytes // (1 if conv_dim_first else shape[0])
             begin = offset
             for name, channels in sections:
-                whole = channels * ranks
+                all_channels = channels * ranks
                 if conv_dim_first:
-                    parts.append(StatePart(name, dtype, (whole, shape[1]), 0))
+                    parts.append(StatePart(name, dtype, (all_channels, shape[1]), 0))
                 else:
-                    parts.append(StatePart(name, dtype, (tokens, whole), 1))
+                    parts.append(StatePart(name, dtype, (tokens, all_channels), 1))
                 row = channels * (size * shape[1] if conv_dim_first else size)
                 places.append(PartPlace(begin, rows, row, stride))
                 begin += row
@@ -239,8 +239,8 @@ def _check_widened(
     mamba_type: str, shapes: Sequence[Sequence[int]], conv_dim_first: bool, drafts: int
 ) -> None:
     """Refuse states of which it is not known what drafts add to them."""
-    known = mamba_type in _WIDENED and tuple(map(len, shapes)) in ((2,), (2, 3))
-    if not known or conv_dim_first or shapes[0][0] <= drafts:
+    is_known = mamba_type in _WIDENED and tuple(map(len, shapes)) in ((2,), (2, 3))
+    if not is_known or conv_dim_first or shapes[0][0] <= drafts:
         raise UnsupportedError(
             f"with speculative decoding kvshelf does not know which part of a {mamba_type} state"
             f" belongs to drafts{' (VLLM_SSM_CONV_STATE_LAYOUT=DS)' if conv_dim_first else ''}:"
@@ -287,14 +287,14 @@ def _sections(
     # nets and of KDA; B and C of Mamba2, which belong to groups of heads.
     heads, width, size = shapes[1]
     values = heads * width
-    each, rest = divmod(channels - values, 2)
-    if rest or each < size or each % size:
+    heads_of_group, remainder = divmod(channels - values, 2)
+    if remainder or heads_of_group < size or heads_of_group % size:
         return None
     if mamba_type == "gdn_attn":
-        return (("conv_q", each), ("conv_k", each), ("conv_v", values))
-    if ranks > 1 and each == size and groups != ranks:
+        return (("conv_q", heads_of_group), ("conv_k", heads_of_group), ("conv_v", values))
+    if ranks > 1 and heads_of_group == size and groups != ranks:
         return None
-    return (("conv_x", values), ("conv_b", each), ("conv_c", each))
+    return (("conv_x", values), ("conv_b", heads_of_group), ("conv_c", heads_of_group))
 
 
 def can_divide(states: Collection[StateParts]) -> bool:
@@ -334,17 +334,17 @@ def state_runs(
     units: dict[int, list[int]] = {}
     for layer in sorted(layers, key=lambda layer: layer.group):
         of_group = units.setdefault(layer.group, [])
-        rows = {place.rows for place in layer.state.places}
+        rows = {part.rows for part in layer.state.places}
         of_group.extend(sorted(rows - set(of_group)))
     slots = {group: StateSlots(tuple(of_group)) for group, of_group in units.items()}
     runs: list[LayerRun] = []
     number = 0
     for layer in layers:
-        before = sum(of.count for group, of in slots.items() if group < layer.group)
-        own = slots[layer.group].units
-        for place in layer.state.places:
-            first_slot = before + sum(own[: own.index(place.rows)])
-            cache, layout = _part_of(layer, place, shards)
+        first_unit = sum(of.count for group, of in slots.items() if group < layer.group)
+        own_units = slots[layer.group].units
+        for part in layer.state.places:
+            first_slot = first_unit + sum(own_units[: own_units.index(part.rows)])
+            cache, layout = _part_of(layer, part, shards)
             last = runs[-1] if runs else None
             if last is not None and (last.layout, last.first_slot) == (layout, first_slot):
                 last.caches.append(cache)
@@ -366,8 +366,8 @@ def _part_of(layer: StateLayer, place: PartPlace, shards: int) -> tuple[Tensor, 
             f" {list(layer.cache.stride())}; expected blocks of at least {layer.state.nbytes}"
             " contiguous bytes"
         )
-    row, rest = divmod(place.row_bytes, shards)
-    if rest:
+    row, remainder = divmod(place.row_bytes, shards)
+    if remainder:
         raise ValueError(f"rows of {place.row_bytes} bytes cannot be split over {shards} shards")
     end = place.offset + (place.rows - 1) * place.row_stride + place.row_bytes
     layout = PagedLayout(

@@ -99,7 +99,7 @@ def fitting_shards(kv_heads: int, tensor_parallel: int, stages: int = 1) -> int:
     """
     distinct = head_groups(kv_heads, tensor_parallel)
     fitting = range(distinct, max(MAX_SHARDS, distinct) + 1, distinct)
-    return max((one for one in fitting if kv_heads % one == 0), default=distinct) * stages
+    return max((count for count in fitting if kv_heads % count == 0), default=distinct) * stages
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,14 +143,14 @@ class Topology:
 
     def __post_init__(self) -> None:
         ranks, heads = self.tensor_parallel, self.kv_heads
-        split, rest = divmod(self.shards, self.stages)
+        split, remainder = divmod(self.shards, self.stages)
         if self.whole_ranks:
             if self.decode_context > 1:
                 raise ConfigError(
                     "decode_context_parallel_size spreads the tokens of a block over ranks, so"
                     " blocks of an unknown layout cannot be stored: set it to 1"
                 )
-            if rest or split != ranks:
+            if remainder or split != ranks:
                 raise ConfigError(
                     f"the namespace has {self.shards} shards, but the layout of the KV cache is"
                     f" unknown, so each of the {ranks * self.stages} ranks stores whole blocks"
@@ -162,7 +162,7 @@ class Topology:
             )
         # Ranks that hold the same heads count as one.
         distinct = head_groups(heads, ranks)
-        if rest or split < 1 or heads % split or split % distinct:
+        if remainder or split < 1 or heads % split or split % distinct:
             fitting = fitting_shards(heads, ranks, self.stages)
             raise ConfigError(
                 f"the namespace has {self.shards} shards, which cannot be spread over {heads} KV"
@@ -207,7 +207,7 @@ class Topology:
         """
         stages = required_field(record, "stages")
         hybrid = "kinds" in record
-        found = {}
+        fields = {}
         for kind, members in layers_by_kind(stages, record.get("kinds", ())).items():
             numbers = [number for of_stage in members.values() for number in of_stage]
             stated = () if hybrid else (record["kv_heads"], *more_heads)
@@ -219,7 +219,7 @@ class Topology:
                 shards = (
                     ranks if whole_ranks else fitting_shards(common, tensor_parallel, len(members))
                 )
-            found[kind] = cls(
+            fields[kind] = cls(
                 common,
                 shards,
                 tensor_parallel,
@@ -229,7 +229,7 @@ class Topology:
                 decode_context=1 if hybrid else decode_context,
                 most_kv_heads=max(heads),
             )
-        return found
+        return fields
 
     @property
     def workers(self) -> int:
@@ -243,8 +243,8 @@ class Topology:
         So it is with more ranks than the layers have KV heads in common: some layers have a head
         for each rank, and others have one for several.
         """
-        most = self.most_kv_heads or self.kv_heads
-        return not self.whole_ranks and self._groups < head_groups(most, self.tensor_parallel)
+        heads = self.most_kv_heads or self.kv_heads
+        return not self.whole_ranks and self._groups < head_groups(heads, self.tensor_parallel)
 
     @property
     def _groups(self) -> int:
@@ -273,10 +273,10 @@ class Topology:
             return ShardPlan((first + rank,), self.prefill_context, copy)
         group, holder = divmod(rank * self.prefill_context + copy, self._holders)
         replica, context_rank = divmod(holder, self.decode_context)
-        each = split // self._groups
-        begin = first + group * each
+        shards = split // self._groups
+        begin = first + group * shards
         return ShardPlan(
-            tuple(range(begin, begin + each)),
+            tuple(range(begin, begin + shards)),
             self._holders // self.decode_context,
             replica,
             self.decode_context,

@@ -70,7 +70,7 @@ class FailedKeys:
 
     def unsubscribe(self, listener: Callable[[bytes], None]) -> None:
         """Stop calling `listener`. Does nothing if it was not subscribed."""
-        self._listeners = [other for other in self._listeners if other != listener]
+        self._listeners = [registered for registered in self._listeners if registered != listener]
 
     def add(self, key: bytes, *, bad: bool) -> None:
         """Remember `key`."""
@@ -79,12 +79,12 @@ class FailedKeys:
         now = time.monotonic()
         with self._lock:
             seconds = _SECONDS[bad]
-            known = self._keys.get(key)
-            if known is not None and known[0] <= now <= known[0] + known[2]:
-                seconds = min(max(seconds, 2 * known[2]), max(seconds, _MOST_SECONDS))
-            elif known is not None and now < known[0]:
+            entry = self._keys.get(key)
+            if entry is not None and entry[0] <= now <= entry[0] + entry[2]:
+                seconds = min(max(seconds, 2 * entry[2]), max(seconds, _MOST_SECONDS))
+            elif entry is not None and now < entry[0]:
                 # Several loads of the same object failed together.
-                seconds, bad = max(seconds, known[2]), bad or known[1]
+                seconds, bad = max(seconds, entry[2]), bad or entry[1]
             self._keys[key] = (now + seconds, bad, seconds)
             self._keys.move_to_end(key)
             self._until = max(self._until, now + seconds)
@@ -97,10 +97,10 @@ class FailedKeys:
         A key that fails again after that waits: its objects are not the cause.
         """
         with self._lock:
-            known = self._keys.get(key)
-            if known is not None and known[2] <= _SECONDS[known[1]]:
+            entry = self._keys.get(key)
+            if entry is not None and entry[2] <= _SECONDS[entry[1]]:
                 # The entry is kept for as long again, so that a second failure counts as one.
-                self._keys[key] = (min(known[0], time.monotonic()), known[1], known[2])
+                self._keys[key] = (min(entry[0], time.monotonic()), entry[1], entry[2])
 
     def clear(self) -> None:
         """Forget all keys."""

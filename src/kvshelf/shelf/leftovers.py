@@ -40,12 +40,12 @@ def read_small(backend: Backend, name: str, most: int) -> bytes:
 
 def is_written_by_us(name: str) -> bool:
     """Whether kvshelf writes a file of this name, relative to the root, by way of a temporary."""
-    first, _, rest = name.partition("/")
+    first, _, inner = name.partition("/")
     if first == RESERVED:
-        return bool(rest)
+        return bool(inner)
     if parse_namespace_folder(first) is None:
         return False
-    return rest == DESCRIPTION or rest.startswith(f"{RESERVED}/") or parse_path(name) is not None
+    return inner == DESCRIPTION or inner.startswith(f"{RESERVED}/") or parse_path(name) is not None
 
 
 def is_temporary(name: str) -> bool:

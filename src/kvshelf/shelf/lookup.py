@@ -394,38 +394,40 @@ class LookupService:
         rounds = search.rounds(remembered, first + self._failed.leading(keys))
         asks = next(rounds, None)
         while asks is not None:
-            asked = time.monotonic()
+            asked_at = time.monotonic()
             #: What the search looks for: its names, and what is known of each without asking.
             names: list[_Name] = []
-            known: dict[_Name, bool] = {}
-            wanted: dict[_Name, tuple[Kind, Chunk]] = {}
-            for kind, index, whole in asks:
+            is_present: dict[_Name, bool] = {}
+            unknown: dict[_Name, tuple[Kind, Chunk]] = {}
+            for kind, index, is_whole in asks:
                 chunk = chunks[index]
-                name = kind_key(chunk.key, kind), shards[kind] if whole else 1
+                name = kind_key(chunk.key, kind), shards[kind] if is_whole else 1
                 names.append(name)
                 # Full chunks that have failed are behind the end of the search.
                 if kind != FULL and name[0] in self._failed:
-                    known[name] = False
-                elif presence is not None and presence.has(name[0], seen=whole):
-                    known[name] = True
+                    is_present[name] = False
+                elif presence is not None and presence.has(name[0], seen=is_whole):
+                    is_present[name] = True
                 else:
-                    wanted[name] = kind, chunk
+                    unknown[name] = kind, chunk
             if lookup.cancelled:
                 lookup.finish(0, None)
                 return
-            if wanted:
-                known |= self._probe(wanted)
+            if unknown:
+                is_present |= self._probe(unknown)
             if lookup.done:
                 return
             if not lookup.waited_for:
                 pace.rest()
             if presence is not None:
-                seen = [
-                    n[0] for n, (kind, _) in wanted.items() if known[n] and n[1] == shards[kind]
+                present = [
+                    n[0]
+                    for n, (kind, _) in unknown.items()
+                    if is_present[n] and n[1] == shards[kind]
                 ]
-                presence.note(seen, asked)
+                presence.note(present, asked_at)
             try:
-                asks = rounds.send([known[name] for name in names])
+                asks = rounds.send([is_present[name] for name in names])
             except StopIteration:
                 asks = None
         if presence is not None and FULL in shards:
@@ -442,23 +444,23 @@ class LookupService:
     def _probe(self, wanted: Mapping[_Name, tuple[Kind, Chunk]]) -> dict[_Name, bool]:
         """Return for each kind of a chunk whether all objects that are looked for are there."""
         pieces = [(kind, chunk, range(count)) for (_, count), (kind, chunk) in wanted.items()]
-        found = find_pieces(self._views, pieces)
-        self._counters.add("probes", sum(map(len, found)))
-        errors = sum(answers.count(Presence.ERROR) for answers in found)
+        presences = find_pieces(self._views, pieces)
+        self._counters.add("probes", sum(map(len, presences)))
+        errors = sum(answers.count(Presence.ERROR) for answers in presences)
         if errors:
             self._counters.add("probe_errors", errors)
         return {
             name: answers.count(Presence.PRESENT) == len(answers)
-            for name, answers in zip(wanted, found, strict=True)
+            for name, answers in zip(wanted, presences, strict=True)
         }
 
     def _share_in_disk_tier(self, hit: Sequence[Chunk]) -> float:
         """Return the share of a hit that lies in a disk tier, of a sample of its chunks."""
         if not (hit and self._counts_tier):
             return 0.0
-        asked = hit[:: -(-len(hit) // _ASKED_OF_TIER)]
+        sample = hit[:: -(-len(hit) // _ASKED_OF_TIER)]
         refs = [
-            ObjectRef(chunk, shard) for chunk in asked for shard in range(self._shelf.fmt.shards)
+            ObjectRef(chunk, shard) for chunk in sample for shard in range(self._shelf.fmt.shards)
         ]
         answers = self._shelf.nearby(refs)
         return sum(answer is Presence.PRESENT for answer in answers) / len(answers)

@@ -208,7 +208,7 @@ class Pins:
         self.all: Mapping[str, Pin] = dict(pins or {})
         self.unreadable: Mapping[str, str] = dict(unreadable or {})
         self.unknown: Mapping[str, tuple[Pin, str]] = dict(unknown or {})
-        whole: set[_Scope] = set()
+        whole_scopes: set[_Scope] = set()
         keys: dict[_Scope, set[bytes]] = {}
         for pin in (*self.all.values(), *(pin for pin, _ in self.unknown.values())):
             if pin.expired(now):
@@ -216,10 +216,10 @@ class Pins:
             tag = None if pin.namespace is None else parse_namespace_folder(pin.namespace)
             scope = tag, pin.group
             if pin.keys is None:
-                whole.add(scope)
+                whole_scopes.add(scope)
             else:
                 keys.setdefault(scope, set()).update(pin.keys)
-        self._whole: Final = whole
+        self._whole: Final = whole_scopes
         self._keys: Final = keys
         #: Sizes and times of the files of pins that will not change without one of them.
         self._files: Mapping[str, tuple[int, float]] = {}
@@ -284,8 +284,8 @@ class Pins:
                 continue
             total += size
             if number == MAX_PINS or total > MAX_TOTAL_BYTES:
-                most = f"{MAX_PINS} pins with {MAX_TOTAL_BYTES} bytes together"
-                unknown[name] = Pin(), f"found more than {most}"
+                limits = f"{MAX_PINS} pins with {MAX_TOTAL_BYTES} bytes together"
+                unknown[name] = Pin(), f"found more than {limits}"
                 break
             if changed < now - _SETTLED_SECONDS:
                 files[name] = size, changed
@@ -305,9 +305,9 @@ class Pins:
                 if error.retryable:
                     raise
                 unknown[name] = Pin(), str(error)
-        found = cls(pins, unreadable, now, unknown)
-        found._files = {name: file for name, file in files.items() if name in pins}
-        return found
+        result = cls(pins, unreadable, now, unknown)
+        result._files = {name: file for name, file in files.items() if name in pins}
+        return result
 
     def covers(self, namespace_folder: str, group: str, key: bytes) -> bool:
         """Whether a chunk of one salt group (``_`` or 16 hex) of one namespace is pinned."""
@@ -333,10 +333,10 @@ class Pins:
         check_pin_name(name)
         data = pin.to_bytes()
         files = _files(backend)
-        others = [size for other, size, _ in files if other != name and size <= MAX_BYTES]
-        if len(others) >= MAX_PINS or sum(others) + len(data) > MAX_TOTAL_BYTES:
+        sizes = [size for file_name, size, _ in files if file_name != name and size <= MAX_BYTES]
+        if len(sizes) >= MAX_PINS or sum(sizes) + len(data) > MAX_TOTAL_BYTES:
             raise ConfigError(
-                f"the other {len(others)} pins have {sum(others)} bytes, and this one {len(data)};"
+                f"the other {len(sizes)} pins have {sum(sizes)} bytes, and this one {len(data)};"
                 f" expected at most {MAX_PINS} pins with {MAX_TOTAL_BYTES} bytes together: remove"
                 " pins, or pin a namespace or a salt group"
             )

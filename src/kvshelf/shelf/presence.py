@@ -63,9 +63,9 @@ class PresenceCache:
         seen : bool
             All their objects were seen; else they are inferred.
         """
-        known = _Known.SEEN if seen else _Known.INFERRED
+        how = _Known.SEEN if seen else _Known.INFERRED
         for key in keys:
-            self._put(key, asked, known)
+            self._put(key, asked, how)
 
     def drop(self, key: bytes) -> None:
         """Note that a chunk is not there: a load failed, or it was removed."""
@@ -89,11 +89,11 @@ class PresenceCache:
 
     def has(self, key: bytes, *, seen: bool) -> bool:
         """Whether a chunk is known to be there; with `seen`, not merely inferred."""
-        asked, known = self._entries.get(key, _NEVER)
-        is_there = known is _Known.SEEN or (known is _Known.INFERRED and not seen)
-        return is_there and time.monotonic() < asked + self._seconds
+        asked_at, how = self._entries.get(key, _NEVER)
+        is_there = how is _Known.SEEN or (how is _Known.INFERRED and not seen)
+        return is_there and time.monotonic() < asked_at + self._seconds
 
     def leading(self, keys: Sequence[bytes]) -> int:
         """Return how many of `keys` come before the first that is not known to be there."""
         places = enumerate(keys)
-        return next((place for place, key in places if not self.has(key, seen=False)), len(keys))
+        return next((index for index, key in places if not self.has(key, seen=False)), len(keys))

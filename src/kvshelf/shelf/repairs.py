@@ -87,10 +87,10 @@ def create(backend: Backend, name: str, buffer: BytesLike, size: int) -> WriteRe
     result = backend.write(name, [buffer])
     if result is not WriteResult.EXISTED:
         return result
-    found = probe(backend, name)
-    if found == size:
+    answer = probe(backend, name)
+    if answer == size:
         return result
-    if found is None:
+    if answer is None:
         return backend.write(name, [buffer])
     # While its size is no evidence of damage, replacing it is right all the same: a copier
     # continues with a file that has no name any more.
@@ -134,11 +134,11 @@ def set_aside(
     StorageError
         If the storage refused or failed.
     """
-    found = probe(backend, name)
-    if found is None:
+    answer = probe(backend, name)
+    if answer is None:
         return None
-    if isinstance(found, int) and size is not None:
-        if found != size:
+    if isinstance(answer, int) and size is not None:
+        if answer != size:
             if not _is_surely_of_wrong_size(backend, name):
                 return False
         elif isinstance(bad, BadObjectError) and bad.defect in _WRONG_SIZE:

@@ -111,8 +111,8 @@ class Search:
     @property
     def known(self) -> dict[Kind, frozenset[int]]:
         """The indices of the chunks that were seen, for each kind but full."""
-        seen = [piece for piece, there in self._there.items() if there]
-        return {kind: frozenset(n for of, n in seen if of == kind) for kind in self._rule.kinds}
+        present = [piece for piece, there in self._there.items() if there]
+        return {kind: frozenset(n for of, n in present if of == kind) for kind in self._rule.kinds}
 
     def rounds(self, found: int, end: int) -> Rounds:
         """Search; returns the number of chunks of the hit.
@@ -140,8 +140,8 @@ class Search:
     def _look(self, asks: Sequence[Ask]) -> Generator[list[Ask], Sequence[bool], Sequence[bool]]:
         """Look for pieces; note what is known of them then."""
         answers = yield list(asks)
-        for (kind, index, whole), there in zip(asks, answers, strict=True):
-            if whole or not there or self._shards[kind] == 1:
+        for (kind, index, is_whole), there in zip(asks, answers, strict=True):
+            if is_whole or not there or self._shards[kind] == 1:
                 self._there[kind, index] = there
         return answers
 
@@ -156,22 +156,22 @@ class Search:
             # Not all objects of the last chunk were seen, as they have to be.
             not self._confirms and end > self._first and not self._there.get((FULL, end - 1))
         ):
-            wanted: dict[int, bool] = {}
+            confirms: dict[int, bool] = {}
             open_ = end - found
             if open_ * shards <= _MOST_AT_ONCE:
-                wanted = dict.fromkeys(range(found, end), True)
+                confirms = dict.fromkeys(range(found, end), True)
             else:
                 points = max(1, self._width // shards) if whole else self._width
                 for n in range(points):
-                    wanted[found + open_ * (n + 1) // (points + 1)] = whole
+                    confirms[found + open_ * (n + 1) // (points + 1)] = whole
                 if not begun:
                     # Most prompts that begin on the shelf are there to their end.
-                    wanted[found] = wanted[end - 1] = True
+                    confirms[found] = confirms[end - 1] = True
             if found > self._first and not (begun and open_):
                 # If nothing more is there, the hit ends behind it.
-                wanted[found - 1] = True
-            places = sorted(wanted)
-            asks = [Ask(FULL, index, wanted[index]) for index in places]
+                confirms[found - 1] = True
+            places = sorted(confirms)
+            asks = [Ask(FULL, index, confirms[index]) for index in places]
             answers = yield from self._look(asks if begun else [*asks, *beside])
             begun = True
             # What was asked beside is behind the others.
@@ -210,15 +210,16 @@ class Search:
             yield from ((kind, index) for index in reversed(needed))
 
     def _possible(self, ends: Sequence[int]) -> list[int]:
-        gone: dict[Kind, list[int]] = {kind: [] for kind in self._rule.kinds}
+        missing: dict[Kind, list[int]] = {kind: [] for kind in self._rule.kinds}
         for (kind, index), there in self._there.items():
             if not there and kind != FULL:
-                gone[kind].append(index)
-        return self._rule.possible(ends, gone, self._first)
+                missing[kind].append(index)
+        return self._rule.possible(ends, missing, self._first)
 
     def _find_end(self, ends: Sequence[int]) -> Rounds:
         """Find the latest of some ends at which there is all that a hit needs."""
-        width, most = self._width, max(self._width, _MOST_AT_ONCE // max(self._shards.values()))
+        width = self._width
+        most_ends = max(width, _MOST_AT_ONCE // max(self._shards.values()))
         while ends:
             group, ends = ends[:width], ends[width:]
             # Where the latest ends are none, those before them are looked at in few rounds.
@@ -227,10 +228,12 @@ class Search:
             edges = dict.fromkeys((kind, n) for kind, of in needed for n in (*of[:1], *of[-1:]))
             while group := self._possible(group):
                 open_ = (piece for piece in self._needs(group[0]) if piece not in self._there)
-                latest = dict.fromkeys(islice(open_, most), True)
+                latest = dict.fromkeys(islice(open_, most_ends), True)
                 if not latest:
                     return group[0]
-                others = {piece: self._confirms for piece in edges if piece not in self._there}
+                unconfirmed = {piece: self._confirms for piece in edges if piece not in self._there}
                 edges = {}
-                yield from self._look([Ask(*piece, of) for piece, of in (others | latest).items()])
+                yield from self._look(
+                    [Ask(*piece, of) for piece, of in (unconfirmed | latest).items()]
+                )
         return self._first

@@ -309,5 +309,5 @@ def open_shelf(
             f"{backend.url} does not exist, and storage_options say that it is not to be made"
             " (create: false): mount it, or leave create out"
         )
-    wanted = replace(backend.properties.deadlines, **(deadlines or {}))
-    return Shelf(backend, counters, deadlines=wanted)
+    limits = replace(backend.properties.deadlines, **(deadlines or {}))
+    return Shelf(backend, counters, deadlines=limits)

@@ -155,7 +155,7 @@ class StorageThreads:
     def on_late_call(self, thread: int) -> bool:
         """Replace a stuck thread; return whether too many threads are stuck."""
         with self._lock:
-            late = {one for one in self._working | self._stuck if one.ident == thread}
+            late = {worker for worker in self._working | self._stuck if worker.ident == thread}
             # A thread whose call returned just now may be late again, with other work.
             fresh = late & self._working
             self._working -= late

@@ -317,13 +317,13 @@ def find_together(asked: Sequence[tuple[ShelfView, Sequence[ObjectRef]]]) -> lis
     names: list[str] = []
     sizes: list[int] = []
     for (view, refs), near in zip(asked, nearby, strict=True):
-        left = [ref for ref, answer in zip(refs, near, strict=True) if answer is None]
-        more = view.on_storage._names_and_sizes(left)
+        unknown = [ref for ref, answer in zip(refs, near, strict=True) if answer is None]
+        more = view.on_storage._names_and_sizes(unknown)
         names += more[0]
         sizes += more[1]
     storage = asked[0][0].on_storage
-    found = iter(storage._probe_named(names, sizes, find=True) if names else ())
-    return [[next(found) if answer is None else answer for answer in near] for near in nearby]
+    answers = iter(storage._probe_named(names, sizes, find=True) if names else ())
+    return [[next(answers) if answer is None else answer for answer in near] for near in nearby]
 
 
 def find_pieces(
@@ -346,9 +346,11 @@ def find_pieces(
     for kind, chunk, shards in pieces:
         # Quicker than a call of the class for each, which lookups would notice.
         refs.setdefault(kind, []).extend(map(ObjectRef._make, zip(repeat(chunk), shards)))
-    asked = [(views[kind], of_kind) for kind, of_kind in refs.items()]
-    found = [view.find(of) for view, of in asked] if len(asked) == 1 else find_together(asked)
-    answers = dict(zip(refs, map(iter, found), strict=True))
+    requests = [(views[kind], of_kind) for kind, of_kind in refs.items()]
+    presences = (
+        [view.find(of) for view, of in requests] if len(requests) == 1 else find_together(requests)
+    )
+    answers = dict(zip(refs, map(iter, presences), strict=True))
     return [list(islice(answers[kind], len(shards))) for kind, _, shards in pieces]
 
 
@@ -392,25 +394,25 @@ class NamespaceView(ShelfView):
         now = time.monotonic()
         if now < self._folders_until:
             return self._folders
-        known = self._folders_until > 0.0
-        if known:
+        is_known = self._folders_until > 0.0
+        if is_known:
             # One caller looks, the others continue. So do all of them where the listing fails:
             # reads and probes work, and failed listings of each caller must not open the breaker.
             self._folders_until = now + _FOLDERS_SECONDS
-        own = self.fmt.namespace.folder
+        own_folder = self.fmt.namespace.folder
         tag = self.fmt.namespace.digest.hex()[:16]
         try:
-            found = [f for f in self.backend.folders() if parse_namespace_folder(f) == tag]
-            seconds = _FOLDERS_SECONDS if found else _NO_FOLDER_SECONDS
+            folders = [f for f in self.backend.folders() if parse_namespace_folder(f) == tag]
+            seconds = _FOLDERS_SECONDS if folders else _NO_FOLDER_SECONDS
         except PermanentStorageError:
             # Listing may be forbidden where reading is not.
-            found, seconds = [], _REFUSED_FOLDERS_SECONDS
+            folders, seconds = [], _REFUSED_FOLDERS_SECONDS
         except StorageError:
-            if known:
+            if is_known:
                 return self._folders
             raise
-        found.sort(key=lambda folder: folder != own)
-        self._folders = tuple(found[:_MAX_FOLDERS]) or (own,)
+        folders.sort(key=lambda folder: folder != own_folder)
+        self._folders = tuple(folders[:_MAX_FOLDERS]) or (own_folder,)
         self._folders_until = now + seconds
         return self._folders
 
@@ -448,8 +450,8 @@ class NamespaceView(ShelfView):
         return self._probe_named(*self._names_and_sizes(refs), find=True)
 
     def _names_and_sizes(self, refs: Sequence[ObjectRef]) -> tuple[list[str], list[int]]:
-        whole = self._sizes
-        sizes = [self.size(chunk, n) if chunk.tail else whole[n] for chunk, n in refs]
+        chunk_sizes = self._sizes
+        sizes = [self.size(chunk, n) if chunk.tail else chunk_sizes[n] for chunk, n in refs]
         return object_names(refs, self.fmt.shards, self.fmt.kind), sizes
 
     def _probe_named(
@@ -465,10 +467,12 @@ class NamespaceView(ShelfView):
             open_ = [i for i, answer in enumerate(answers) if answer is not Presence.PRESENT]
             if not open_:
                 break
-            others = self._probe(folder, [names[i] for i in open_], [sizes[i] for i in open_], find)
-            for i, other in zip(open_, others, strict=True):
-                if other is Presence.PRESENT:
-                    answers[i] = other
+            open_answers = self._probe(
+                folder, [names[i] for i in open_], [sizes[i] for i in open_], find
+            )
+            for i, open_answer in zip(open_, open_answers, strict=True):
+                if open_answer is Presence.PRESENT:
+                    answers[i] = open_answer
         return answers
 
     def _probe(self, folder: str, names: list[str], sizes: list[int], find: bool) -> list[Presence]:
@@ -479,7 +483,7 @@ class NamespaceView(ShelfView):
         if stats == sizes:
             # The usual answer of a lookup, by far the quickest.
             return [Presence.PRESENT] * len(sizes)
-        errors = [found for found in stats if isinstance(found, StorageError)]
+        errors = [result for result in stats if isinstance(result, StorageError)]
         if errors:
             self._log_failed_probe(errors[-1])
         return list(map(_presence, stats, sizes))
@@ -556,11 +560,11 @@ class NamespaceView(ShelfView):
     def _compare(self, name: str, encoded: bytes) -> None:
         """Replace a description of the right size but other bytes, as a power loss leaves it."""
         try:
-            found = read_small(self.backend, name, len(encoded))
+            content = read_small(self.backend, name, len(encoded))
         except (StorageError, ValueError) as error:
             logger.debug("%s could not be compared: %s", name, error)
             return
-        if len(found) == len(encoded) and found != encoded:
+        if len(content) == len(encoded) and content != encoded:
             logger.warning(
                 "%s/%s is damaged: its bytes are not those of the namespace; it is replaced",
                 self.backend.url,
@@ -619,13 +623,17 @@ class NamespaceView(ShelfView):
         list of bool
             One for each attempt, in order. An error of the storage is False, never an exception.
         """
-        asked = [attempt for attempt in dict.fromkeys(attempts) if is_attempt(attempt)]
-        found: set[str] = set()
+        markers = [attempt for attempt in dict.fromkeys(attempts) if is_attempt(attempt)]
+        given_up: set[str] = set()
         with contextlib.suppress(StorageError):
-            for folder in self._find_folders() if asked else ():
-                answers = self.backend.stat([f"{folder}/{marker_name(one)}" for one in asked])
-                found |= {one for one, answer in zip(asked, answers, strict=True) if answer == 0}
-        return [attempt in found for attempt in attempts]
+            for folder in self._find_folders() if markers else ():
+                answers = self.backend.stat(
+                    [f"{folder}/{marker_name(marker)}" for marker in markers]
+                )
+                given_up |= {
+                    marker for marker, answer in zip(markers, answers, strict=True) if answer == 0
+                }
+        return [attempt in given_up for attempt in attempts]
 
     # ------------------------------------------------------------------------------------- loads
 
@@ -639,12 +647,12 @@ class NamespaceView(ShelfView):
         """Read and verify objects, see :meth:`ShelfView.load_all`."""
         shard = shards[0]
         try:
-            done = self._read_whole(chunk, shards, buffers)
-            if done is not None and all(done):
+            objects_read = self._read_whole(chunk, shards, buffers)
+            if objects_read is not None and all(objects_read):
                 return None
-            for place, shard in enumerate(shards):
-                if done is None or not done[place]:
-                    self._read(ObjectRef(chunk, shard), buffers[place])
+            for index, shard in enumerate(shards):
+                if objects_read is None or not objects_read[index]:
+                    self._read(ObjectRef(chunk, shard), buffers[index])
         except BadObjectError as bad:
             self.set_aside(ObjectRef(chunk, shard), bad)
             return FailedRead(shard, bad)
@@ -660,31 +668,31 @@ class NamespaceView(ShelfView):
             return None
         wholes = []
         for shard in shards:
-            whole = self._wholes.get((shard, chunk.tokens)) or self._whole(chunk, shard)
-            if whole is None:
+            expected = self._wholes.get((shard, chunk.tokens)) or self._whole(chunk, shard)
+            if expected is None:
                 return None
-            wholes.append(whole)
+            wholes.append(expected)
         name = f"{self._find_folders()[0]}/{self._base(ObjectRef(chunk, shards[0]))}"
         start = name[: -len(wholes[0].end)]
         checked = self.backend.read_whole(start, self.fmt.text_of(chunk), wholes, buffers)
         if checked is None:
             return None
-        done = sum(checked.done)
-        if done:
+        objects_read = sum(checked.done)
+        if objects_read:
             # Only the time that all took together is known.
-            self._counters.observe("read", checked.reading / done, done)
-            self._counters.observe("verify", checked.checking / done, done)
+            self._counters.observe("read", checked.reading / objects_read, objects_read)
+            self._counters.observe("verify", checked.checking / objects_read, objects_read)
         return checked.done
 
     def _whole(self, chunk: Chunk, shard: int) -> Whole | None:
         expected = self.fmt.expected(chunk, shard)
         if expected is None:
             return None
-        whole = Whole(self._ends[shard], *expected)
+        expected_object = Whole(self._ends[shard], *expected)
         if len(self._wholes) >= _WHOLES_KEPT:
             self._wholes.clear()
-        self._wholes[shard, chunk.tokens] = whole
-        return whole
+        self._wholes[shard, chunk.tokens] = expected_object
+        return expected_object
 
     def load_named(self, parsed: ParsedName, buffer: memoryview) -> Chunk:
         """Read and verify one object of which only the name is known; nothing is set aside.

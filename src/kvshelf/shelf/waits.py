@@ -318,27 +318,27 @@ class WaitService:
 
     def _round(self, waits: Sequence[Wait]) -> list[Wait]:
         """Probe what these waits need next; return those of which more may be there."""
-        asked = [
+        objects_of = [
             (wait, wait._objects[wait._found : wait._found + max(1, wait._ahead)]) for wait in waits
         ]
-        there = self._find([one for _, objects in asked for one in objects])
+        there = self._find([item for _, objects in objects_of for item in objects])
         if self._threads.replaced():
             # Another thread probes the same.
             return []
-        found = [
-            (wait, wait._take(objects, [there[_name(one)] for one in objects]))
-            for wait, objects in asked
+        progress = [
+            (wait, wait._take(objects, [there[_name(item)] for item in objects]))
+            for wait, objects in objects_of
         ]
         with self._lock:
-            for wait, seen in found:
+            for wait, new_objects in progress:
                 if wait not in self._waits:
                     continue
-                wait.seen += seen
+                wait.seen += new_objects
                 wait.complete = wait.seen == len(wait._pieces)
                 wait.gave_up = wait._lost and not wait.complete and not wait._ahead
                 if wait.ended:
                     del self._waits[wait]
-                if seen or wait.ended:
+                if new_objects or wait.ended:
                     self._progress_at = time.monotonic()
                     self._progress.set()
         return [wait for wait in waits if wait._ahead and wait in self._waits]
@@ -348,16 +348,16 @@ class WaitService:
 
         In one call of a high-latency storage, else in batches.
         """
-        wanted = {_name(one): one for one in objects}
-        names, there = list(wanted), dict[tuple[bytes, range], bool]()
+        object_of = {_name(item): item for item in objects}
+        names, there = list(object_of), dict[tuple[bytes, range], bool]()
         step = len(names) if self._backend.properties.high_latency else _BATCH
         pace = GilPace()
         for begin in range(0, len(names), step):
             batch = names[begin : begin + step]
-            found = find_pieces(self._views, [wanted[name] for name in batch])
-            self._counters.add("probes", len(found))
-            self._counters.add("probe_errors", found.count([Presence.ERROR]))
-            there |= zip(batch, [answer == [Presence.PRESENT] for answer in found], strict=True)
+            answers = find_pieces(self._views, [object_of[name] for name in batch])
+            self._counters.add("probes", len(answers))
+            self._counters.add("probe_errors", answers.count([Presence.ERROR]))
+            there |= zip(batch, [answer == [Presence.PRESENT] for answer in answers], strict=True)
             pace.rest()
         return there
 

@@ -228,12 +228,12 @@ class DiskTier:
     def attach(self, guard: GuardedBackend) -> None:
         """Report to the watchers of `guard` which of their threads are stuck in this directory."""
         with self._work:
-            others = [known for known in self._before if known() not in (None, guard)]
-            self._before = [*others, weakref.ref(guard)]
+            guards = [reference for reference in self._before if reference() not in (None, guard)]
+            self._before = [*guards, weakref.ref(guard)]
 
     def on_late_call(self, thread: int) -> bool:
         """Tell the watchers of all attached guards that one of their threads may be stuck here."""
-        guards = [guard for known in self._before if (guard := known()) is not None]
+        guards = [guard for reference in self._before if (guard := reference()) is not None]
         # Notify every watcher, also after one has answered yes.
         late = [watcher.on_late_call(thread) for guard in guards for watcher in guard.watchers]
         return any(late)
@@ -262,7 +262,7 @@ class DiskTier:
         shelf = self._available()
         if shelf is None:
             return [False] * len(refs)
-        return [found is Presence.PRESENT for found in shelf.view(fmt).probe(refs)]
+        return [presence is Presence.PRESENT for presence in shelf.view(fmt).probe(refs)]
 
     def load(self, fmt: ObjectFormat, ref: ObjectRef, buffer: memoryview) -> bool:
         """Read and verify a copy. A bad one is removed, and counts as none."""
@@ -398,8 +398,8 @@ class DiskTier:
                     self._counters.add("disk_tier_stored_bytes", size)
             except StorageError as error:
                 # The guard logs it where the whole directory takes no writes or fails.
-                known = BoundReachedError | NoSpaceStorageError | ReadOnlyStorageError
-                if not (error.retryable or isinstance(error, known)):
+                refusals = BoundReachedError | NoSpaceStorageError | ReadOnlyStorageError
+                if not (error.retryable or isinstance(error, refusals)):
                     self._log.warning("the disk tier %s was not written to: %s", self.path, error)
                 self._counters.add("disk_tier_dropped_objects")
             except Exception as error:

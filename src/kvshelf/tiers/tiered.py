@@ -92,16 +92,16 @@ class TieredView(ShelfView):
         """Probe the tiers alone, see :meth:`ShelfView.nearby`."""
         unknown = None if self._ask_shelf else Presence.MISSING
         answers: list[Presence | None] = [unknown] * len(refs)
-        asked: Sequence[int] = range(len(refs))
+        missing: Sequence[int] = range(len(refs))
         for tier in self._tiers:
-            held = tier.holds(self.fmt, [refs[i] for i in asked]) if asked else []
-            found = {i for i, here in zip(asked, held, strict=True) if here}
-            for i in found:
+            in_tier = tier.holds(self.fmt, [refs[i] for i in missing]) if missing else []
+            present = {i for i, here in zip(missing, in_tier, strict=True) if here}
+            for i in present:
                 answers[i] = Presence.PRESENT
-            asked = [i for i in asked if i not in found]
-        if asked and self._ask_shelf:
-            further = self._shelf.nearby([refs[i] for i in asked])
-            for i, answer in zip(asked, further, strict=True):
+            missing = [i for i in missing if i not in present]
+        if missing and self._ask_shelf:
+            further = self._shelf.nearby([refs[i] for i in missing])
+            for i, answer in zip(missing, further, strict=True):
                 answers[i] = answer
         return answers
 
@@ -124,9 +124,9 @@ class TieredView(ShelfView):
         unread: dict[int, memoryview] = {}
         for shard, buffer in zip(shards, buffers, strict=True):
             ref = ObjectRef(chunk, shard)
-            for place, tier in enumerate(self._tiers):
+            for index, tier in enumerate(self._tiers):
                 if tier.load(self.fmt, ref, buffer):
-                    self._keep(ref, buffer, hold, self._tiers[:place])
+                    self._keep(ref, buffer, hold, self._tiers[:index])
                     break
             else:
                 unread[shard] = buffer

@@ -83,10 +83,10 @@ def known_caches_of(
     form = layout if isinstance(layout, PermutedLayout) else tuple(layout)
     key = (tuple(map(id, caches)), form)
     addresses = array("Q", [cache.data_ptr() for cache in caches])
-    known = _known_caches.get(key)
-    if known is None or known.addresses != addresses:
-        known = _check_caches(caches, addresses, key)
-    return known
+    checked_caches = _known_caches.get(key)
+    if checked_caches is None or checked_caches.addresses != addresses:
+        checked_caches = _check_caches(caches, addresses, key)
+    return checked_caches
 
 
 def check_caches(caches: Sequence[Tensor], layout: PagedLayout | PermutedLayout) -> None:
@@ -251,11 +251,11 @@ def _check_caches(
         _known_caches.pop(key, None)
 
     references = tuple(weakref.ref(cache, forget) for cache in caches)
-    known = Caches(layout, addresses, device, first.is_cpu, {}, {}, references)
+    checked_caches = Caches(layout, addresses, device, first.is_cpu, {}, {}, references)
     if len(_known_caches) >= MAX_KNOWN:
         _known_caches.clear()
-    _known_caches[key] = known
-    return known
+    _known_caches[key] = checked_caches
+    return checked_caches
 
 
 def describe(tensor: Tensor) -> str:
@@ -307,9 +307,12 @@ def check_slots(slot_mapping: Tensor, layout: PagedLayout) -> None:
 
 
 def _check_permuted(slots: Tensor, buffer: Tensor, name: str) -> None:
-    for tensor, what, dtype in ((slots, "slot_mapping", torch.int64), (buffer, name, torch.uint8)):
+    for tensor, argument, dtype in (
+        (slots, "slot_mapping", torch.int64),
+        (buffer, name, torch.uint8),
+    ):
         if tensor.dim() != 1 or tensor.dtype != dtype:
             raise ValueError(
-                f"{what} is {describe(tensor)}; permuted caches take one chunk and one shard a "
+                f"{argument} is {describe(tensor)}; permuted caches take one chunk and one shard a "
                 f"call: expected a one-dimensional {str(dtype)[6:]} tensor"
             )

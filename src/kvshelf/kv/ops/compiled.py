@@ -29,14 +29,16 @@ def run_compiled(call: Call[Any], *, gather: bool) -> bool:
     ValueError
         If a slot is not in the cache.
     """
-    found = library.compiled_library()
-    if found is None or call.starts:
+    functions = library.compiled_library()
+    if functions is None or call.starts:
         return False
     if isinstance(call.layout, PermutedLayout):
-        bad = _copy_permuted(found.gather_permuted if gather else found.scatter_permuted, call)
+        bad = _copy_permuted(
+            functions.gather_permuted if gather else functions.scatter_permuted, call
+        )
     else:
         index = _index_of(call)  # kept while the library reads it
-        bad = (found.gather if gather else found.scatter)(
+        bad = (functions.gather if gather else functions.scatter)(
             index.buffer_info()[0],
             call.known.addresses.buffer_info()[0],
             call.slots.data_ptr(),

@@ -172,13 +172,13 @@ def _heads_of_a_shard(
     if buffers.dim() != 2:
         return layout.heads - first_head
     shards = buffers.shape[0]
-    left = layout.heads - first_head
-    if shards < 1 or left % shards:
+    heads = layout.heads - first_head
+    if shards < 1 or heads % shards:
         raise ValueError(
-            f"the buffers have {shards} shards, which do not divide the {left} heads from head "
+            f"the buffers have {shards} shards, which do not divide the {heads} heads from head "
             f"{first_head} on; pass num_heads, the heads of each shard"
         )
-    return left // shards
+    return heads // shards
 
 
 def _copy(

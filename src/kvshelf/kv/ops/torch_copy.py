@@ -47,9 +47,9 @@ def copy_torch(call: Call[Any], *, gather: bool) -> None:
             slots = slots.clamp(min=0)
             skipped = sent(skipped, device)
         elif skipped.numel():
-            kept = (slots >= 0).nonzero().view(-1)
-            slots = slots.index_select(0, kept)
-            copied = sent(kept, device)
+            tokens = (slots >= 0).nonzero().view(-1)
+            slots = slots.index_select(0, tokens)
+            copied = sent(tokens, device)
         is_permuted = isinstance(call.layout, PermutedLayout)
         indexes, views = (_permuted if is_permuted else _strided)(call, slots, word)
         for cache, rows in zip(call.caches, layers, strict=True):
@@ -107,12 +107,12 @@ _Plan = tuple[Sequence[Tensor], Callable[[Tensor], Sequence[Tensor]]]
 def _strided(call: Call[PagedLayout], slots: Tensor, word: torch.dtype) -> _Plan:
     """Index tokens, in views [indexes, shards, heads, words]."""
     layout, width = call.layout, word.itemsize
-    whole = layout.block_size * layout.token_stride == layout.block_stride
+    is_dense = layout.block_size * layout.token_stride == layout.block_stride
     # The largest step in bytes that divides the strides of blocks and tokens, so that one index
     # dimension covers both.
-    unit = layout.token_stride if whole else math.gcd(layout.block_stride, layout.token_stride)
+    unit = layout.token_stride if is_dense else math.gcd(layout.block_stride, layout.token_stride)
     unit = unit or 1
-    if not whole or layout.block_size == 1:
+    if not is_dense or layout.block_size == 1:
         blocks = torch.div(slots, layout.block_size, rounding_mode="floor")
         slots = blocks * (layout.block_stride // unit) + (slots - blocks * layout.block_size) * (
             layout.token_stride // unit

@@ -146,9 +146,7 @@ class Hits:
     def has_room(self, tokens: int) -> bool:
         """Whether vLLM has the blocks for a load of so many tokens when nothing else has any."""
         # Without drafts it has: they are blocks that the request takes in any case.
-        needed = self._kept_free + sum(
-            min(-(-tokens // size), limit) for size, limit in self._blocks
-        )
+        needed = self._kept_free + sum(min(-(-tokens // size), cap) for size, cap in self._blocks)
         # One block is never used.
         return not self._kept_free or bool(needed < self._cache.num_gpu_blocks)
 
