@@ -188,24 +188,28 @@ class AdmissionRule:
 
     def _is_sooner(self, hit: Hit, before: Before) -> bool:
         """Whether a hit is expected to be loaded sooner than it is computed."""
-        costs, others = self.loads[hit.is_near], before.beside(hit)
+        costs, others_load = self.loads[hit.is_near], before.beside(hit)
         is_known = self.prefill.knows(hit.end - hit.start)
         seconds = self.prefill.seconds if is_known else self.prefill.seconds_at_most
-        load = costs.seconds(others + hit.nbytes)
-        rest, whole = seconds(hit.end, hit.tokens), seconds(hit.start, hit.tokens)
-        computed = before.computing + whole + _DELAYED * before.loads * (whole - rest)
-        loaded = max(before.computing, load) + rest
+        load = costs.seconds(others_load + hit.nbytes)
+        rest_seconds, prefill_seconds = seconds(hit.end, hit.tokens), seconds(hit.start, hit.tokens)
+        computed = (
+            before.computing
+            + prefill_seconds
+            + _DELAYED * before.loads * (prefill_seconds - rest_seconds)
+        )
+        loaded = max(before.computing, load) + rest_seconds
         if not is_known:
             return loaded < computed
         if not hit.divisible:
             # A load that would be cut brings nothing.
-            return loaded < computed and load < before.unloaded + whole - rest
+            return loaded < computed and load < before.unloaded + prefill_seconds - rest_seconds
         if loaded >= computed:
             return False
         slack = self._slack(hit, before)
         chunk_bytes = hit.nbytes / hit.chunks
-        first = costs.at_once(chunk_bytes, others, _SLACK_SHARE * slack, hit.chunks)
-        return costs.seconds(others + first * chunk_bytes) < slack
+        first = costs.at_once(chunk_bytes, others_load, _SLACK_SHARE * slack, hit.chunks)
+        return costs.seconds(others_load + first * chunk_bytes) < slack
 
     def _end_beside_trial(self, hit: Hit, now: float) -> int:
         """Return the end of a hit that is loaded, less what of it is computed as a trial now.
@@ -220,15 +224,15 @@ class AdmissionRule:
         if is_certain and passed < _FRESH_SECONDS:
             return hit.end
         seconds, load = self.prefill.seconds_at_most, self.loads[hit.is_near].seconds(hit.nbytes)
-        rest, length = seconds(hit.end, hit.tokens), hit.end - hit.start
-        dearest = _PART_COST * (load + rest)
+        rest_seconds, length = seconds(hit.end, hit.tokens), hit.end - hit.start
+        dearest = _PART_COST * (load + rest_seconds)
         if not (hit.divisible or is_certain):
             dearest = _WHOLE_COST * load
         growth = min(_TRIAL_PAUSE, _PAUSE_GROWTH**self._trials)
         # A small step may cost more than is known of small steps.
-        part = length if passed >= growth * _LEAST_COST * (load + rest) else 0
+        part = length if passed >= growth * _LEAST_COST * (load + rest_seconds) else 0
         while part >= hit.unit:
-            cost = seconds(hit.end - part, hit.tokens) - rest - load * part / length
+            cost = seconds(hit.end - part, hit.tokens) - rest_seconds - load * part / length
             if cost <= dearest:
                 if passed < growth * cost:
                     return hit.end
@@ -250,8 +254,8 @@ class AdmissionRule:
         is_known = costs.knows(hit.nbytes) and self.prefill.knows(hit.end - hit.start)
         if not (hit.divisible and is_known):
             return hit.chunks
-        seconds, others = _SLACK_SHARE * self._slack(hit, before), before.beside(hit)
-        return costs.at_once(hit.nbytes / hit.chunks, others, seconds, hit.chunks)
+        seconds, others_load = _SLACK_SHARE * self._slack(hit, before), before.beside(hit)
+        return costs.at_once(hit.nbytes / hit.chunks, others_load, seconds, hit.chunks)
 
     def patience(self, hit: Hit, before: Before, passed: float = 0.0) -> tuple[float, ...]:
         """Return when the load of an admitted hit is cut.
@@ -279,11 +283,11 @@ class AdmissionRule:
             return (longest,)
         start, end, size = hit.start, hit.end, hit.chunk_tokens
         seconds, waits = self.prefill.seconds, before.unloaded - passed
-        whole = seconds(start, end)
+        prefill_seconds = seconds(start, end)
         if not hit.divisible:
-            return (waits + whole,)
+            return (waits + prefill_seconds,)
         return tuple(
-            waits + (1 + MOST_DELAY) * whole - seconds(max(start, chunk * size), end)
+            waits + (1 + MOST_DELAY) * prefill_seconds - seconds(max(start, chunk * size), end)
             for chunk in range(start // size, start // size + hit.chunks)
         )
 
@@ -294,11 +298,11 @@ class AdmissionRule:
         late ones. So a steady load is behind in its midst: with a share s of it there, by
         s·slope − s²·curve, where the curve is what attention inside the hit takes.
         """
-        whole = self.prefill.seconds(hit.start, hit.end)
+        prefill_seconds = self.prefill.seconds(hit.start, hit.end)
         curve = self.prefill.seconds_of(0.0, attended(0, hit.end - hit.start))
-        slope = self.loads[hit.is_near].seconds(hit.nbytes) - whole + curve
+        slope = self.loads[hit.is_near].seconds(hit.nbytes) - prefill_seconds + curve
         share = 0.0
         if slope > 0:
             share = slope / (2 * curve) if slope < 2 * curve else 1.0
         latest = share * slope - share**2 * curve
-        return before.unloaded + MOST_DELAY * whole - latest
+        return before.unloaded + MOST_DELAY * prefill_seconds - latest

@@ -252,12 +252,12 @@ def open_late(
         return opened
 
     if tier is None:
-        seconds, meanwhile = START_SECONDS, "nothing is found or stored"
+        seconds, consequence = START_SECONDS, "nothing is found or stored"
     else:
         seconds = TIERED_SECONDS
-        meanwhile = f"only objects in the disk tier {tier.path} can be loaded"
+        consequence = f"only objects in the disk tier {tier.path} can be loaded"
     opening = Opening(shown_url(url), make)
-    backend = opening.first(seconds, meanwhile) or LateBackend(opening)
+    backend = opening.first(seconds, consequence) or LateBackend(opening)
     return Shelf(backend, counters)
 
 
@@ -309,9 +309,9 @@ def open_configured(
         "read_only": config.read_only,
         "counters": counters,
     }
-    place = config.disk_tier
+    tier_config = config.disk_tier
     with contextlib.ExitStack() as undo:
-        if place is None:
+        if tier_config is None:
             shelf = open_late(url, None, **options) if late else open_shelf(url, **options)
             undo.callback(shelf.close)
             refuse_tier(shelf.backend)
@@ -319,8 +319,8 @@ def open_configured(
             return shelf, None
         begin = time.monotonic()
         tier = DiskTier(
-            place.path,
-            place.max_bytes,
+            tier_config.path,
+            tier_config.max_bytes,
             counters=counters,
             open_seconds=None,
             on_thread_start=on_thread_start,

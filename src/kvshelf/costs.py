@@ -66,11 +66,11 @@ class Fit:
         relative = [
             feature / scale / seconds for feature, scale in zip(features, self._scales, strict=True)
         ]
-        for row, own in enumerate(relative):
-            self._sums[row] = _FADING * self._sums[row] + own
+        for row, weight in enumerate(relative):
+            self._sums[row] = _FADING * self._sums[row] + weight
             products = self._products[row]
-            for column, other in enumerate(relative):
-                products[column] = _FADING * products[column] + own * other
+            for column, factor in enumerate(relative):
+                products[column] = _FADING * products[column] + weight * factor
         self._solved = False
 
     def scale(self, factor: float) -> None:
@@ -82,11 +82,13 @@ class Fit:
 
     def _solve(self) -> None:
         """Minimize over one coefficient after the other, from those of before."""
-        found = self._coefficients
+        coefficients = self._coefficients
         for _ in range(_ROUNDS):
             for row, products in enumerate(self._products):
-                others = sum(map(float.__mul__, products, found)) - products[row] * found[row]
-                found[row] = max(0.0, (self._sums[row] - others) / max(products[row], 1e-12))
+                explained = sum(map(float.__mul__, products, coefficients))
+                explained -= products[row] * coefficients[row]
+                remaining = self._sums[row] - explained
+                coefficients[row] = max(0.0, remaining / max(products[row], 1e-12))
         self._solved = True
 
     def rates(self) -> list[float]:
@@ -288,12 +290,12 @@ class LoadCosts:
             self.latency = _LEAST_SHARE * seconds
             self.per_byte = (1 - _LEAST_SHARE) * seconds / nbytes
         else:
-            wanted, change = 2 * seconds * expected / (expected + seconds), 0.0
+            target, change = 2 * seconds * expected / (expected + seconds), 0.0
             while change < _CHANGE_AT_ONCE:
                 # What has the larger share of the time is changed more.
                 usual = self.seconds(nbytes)
                 share = min(max(self.latency / usual, _LEAST_SHARE), 1 - _LEAST_SHARE)
-                change = wanted / usual
+                change = target / usual
                 step = max(change, _CHANGE_AT_ONCE) ** (1 / (share**2 + (1 - share) ** 2))
                 self.latency *= step**share
                 self.per_byte *= step ** (1 - share)
@@ -317,6 +319,8 @@ class LoadCosts:
         seconds : float
         most : int
         """
-        each = self.per_byte * chunk_bytes
-        left = max(0.0, seconds - self.seconds(others))
-        return max(1, int(left / each)) if left < each * most else most
+        chunk_seconds = self.per_byte * chunk_bytes
+        free_seconds = max(0.0, seconds - self.seconds(others))
+        if free_seconds >= chunk_seconds * most:
+            return most
+        return max(1, int(free_seconds / chunk_seconds))

@@ -146,8 +146,8 @@ def _machine(name: str) -> int | None:
 def _free_by_limit() -> Iterator[tuple[int, str]]:
     if (available := _machine("MemAvailable")) is not None:
         yield available, f"MemAvailable of {_MEMORY}"
-    for place in _group_limits():
-        yield from _left_in(*place)
+    for folder in _group_limits():
+        yield from _left_in(*folder)
 
 
 def _group_limits() -> Iterator[tuple[Path, str, str, str]]:
@@ -181,15 +181,15 @@ def _and_above(root: Path, path: str) -> Iterator[Path]:
 
 def _left_in(folder: Path, limit: str, used: str, prefix: str) -> Iterator[tuple[int, str]]:
     try:
-        most = int((folder / limit).read_text())
+        limit_bytes = int((folder / limit).read_text())
         now = int((folder / used).read_text())
         stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
     except (OSError, ValueError):  # no such group, or "max"
         return
-    if most < _NO_LIMIT:
+    if limit_bytes < _NO_LIMIT:
         # Weights that were read from files are in it, often most of what the group uses.
         files = sum(int(stat.get(f"{prefix}{state}_file", 0)) for state in ("active", "inactive"))
-        yield most - now + files, str(folder / limit)
+        yield limit_bytes - now + files, str(folder / limit)
 
 
 def lockable(nbytes: int) -> int:

@@ -155,13 +155,13 @@ class Probes:
         await writer.wait_closed()
 
     async def _page(self, head: bytes) -> Page:
-        method, _, rest = head.partition(b" ")
+        method, _, target = head.partition(b" ")
         if method != b"GET":
             return text(405, "only GET")
-        path = rest.partition(b" ")[0].partition(b"?")[0].decode("latin-1")
+        path = target.partition(b" ")[0].partition(b"?")[0].decode("latin-1")
         try:
-            found = await self._answer(path)
+            answer = await self._answer(path)
         except Exception as error:  # noqa: BLE001 - the client gets an answer, whatever went wrong
             self._log.error("a request for %r failed", path, exc_info=error)
             return text(500, "this could not be found out")
-        return found or text(404, "no such path")
+        return answer or text(404, "no such path")

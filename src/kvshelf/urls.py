@@ -41,11 +41,11 @@ def refuse_mistakes(text: str) -> None:
         raise ValueError(f"has a URL inside a path; expected {shown_url(text[url.start() :])}")
     if text.lower() in ("none", "null"):
         raise ValueError("is a program's word for no value; leave the option out, or give ./None")
-    if found := _VARIABLE.search(text):
-        raise ValueError(f"holds {found[0]}, which nothing replaces here; write its value instead")
+    if match := _VARIABLE.search(text):
+        raise ValueError(f"holds {match[0]}, which nothing replaces here; write its value instead")
     if text.lower().startswith(("http://", "https://")):
-        place = re.split("[?#]", text.partition("://")[2])[0]
-        server, _, bucket = place.rpartition("@")[2].partition("/")
+        host = re.split("[?#]", text.partition("://")[2])[0]
+        server, _, bucket = host.rpartition("@")[2].partition("/")
         if aws := _AWS.fullmatch(server):
             meant = f"{aws[1]}/{bucket}" if aws[1] else bucket
             raise ValueError(f"is the address of a bucket; expected s3://{meant}")
@@ -84,20 +84,20 @@ def shown_url(url: str | os.PathLike[str]) -> str:
     unchanged. What is neither a path nor a URL may be a URL without its protocol.
     """
     text = os.fspath(url)
-    protocol, mark, rest = text.partition("://")
+    protocol, mark, address = text.partition("://")
     user, at, behind = text.rpartition("@")
     if not mark:
         is_path = text.startswith(("/", ".", "~")) and not text.startswith("//")
         return text if is_path or ":" not in user else f"…{at}{re.split('[?#]', behind)[0]}"
     protocol = protocol.lower()
-    place = re.split("[/?#]", rest, maxsplit=1)[0]
-    tail = rest[len(place) :]
+    host = re.split("[/?#]", address, maxsplit=1)[0]
+    tail = address[len(host) :]
     if protocol in ("file", "local"):
-        return f"{protocol}://{place.rpartition('@')[2]}{tail}"
-    if ":" in rest.rpartition("@")[0] and "@" in tail:
+        return f"{protocol}://{host.rpartition('@')[2]}{tail}"
+    if ":" in address.rpartition("@")[0] and "@" in tail:
         # The password may contain a slash.
         return f"{protocol}://…"
-    return f"{protocol}://{place.rpartition('@')[2]}{re.split('[?#]', tail, maxsplit=1)[0]}"
+    return f"{protocol}://{host.rpartition('@')[2]}{re.split('[?#]', tail, maxsplit=1)[0]}"
 
 
 def directory_of(url: str | os.PathLike[str]) -> str | None:

@@ -332,8 +332,10 @@ class ChunkCache:
         """
         prompt = self._parts.prompt("find_hit", tokens, None, identity)
         hits, usable = self._shared.hits(self.fmt), prompt.tokens[:-1]
-        found = find(self._parts, lambda done: hits.submit(usable, prompt.make_chain, on_done=done))
-        return found.result(timeout)
+        search = find(
+            self._parts, lambda done: hits.submit(usable, prompt.make_chain, on_done=done)
+        )
+        return search.result(timeout)
 
     def store_state(
         self,
@@ -404,8 +406,8 @@ class ChunkCache:
         prompt = parts.prompt("retrieve_state", tokens, None, identity).last("retrieve_state")
         state = empty_state(parts.fmt)
         opened = StateTensors(parts.fmt, state).bound()
-        found = retrieve(parts, prompt, opened).result(timeout)
-        return state if bool(found.any()) else None
+        is_found = retrieve(parts, prompt, opened).result(timeout)
+        return state if bool(is_found.any()) else None
 
     # -------------------------------------------------------------- by tokens
 
@@ -505,10 +507,10 @@ class ChunkCache:
     ) -> Handle[int]:
         """Start :meth:`lookup` in the background: the same arguments and errors, no timeout."""
         prompt = self._parts.prompt("lookup", tokens, None, identity)
-        wanted = tiers_of(tiers)
-        if wanted == ("memory",):
+        names = tiers_of(tiers)
+        if names == ("memory",):
             return find_in_memory(self._parts, prompt)
-        return find(self._parts, lambda found: self._parts.search(prompt, found, wanted))
+        return find(self._parts, lambda found: self._parts.search(prompt, found, names))
 
     def store(
         self,

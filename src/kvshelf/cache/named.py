@@ -35,22 +35,22 @@ class Named(Generic[T]):
         ConfigError
             If it exists with another configuration or other facts.
         """
-        known = self._known.get(name)
-        if known is None:
+        entry = self._known.get(name)
+        if entry is None:
             with self._lock:
-                known = self._known.get(name)
-                if known is None:
-                    known = self._known[name] = config, model, make(config, model)
-        known_config, known_model, cache = known
+                entry = self._known.get(name)
+                if entry is None:
+                    entry = self._known[name] = config, model, make(config, model)
+        known_config, known_model, cache = entry
         # Values may be secret.
         different = [
             field
-            for known, asked, names in (
+            for entry, asked, names in (
                 (known_config, config, Config.model_fields),
                 (known_model, model, [field.name for field in fields(model)]),
             )
             for field in names
-            if getattr(known, field) != getattr(asked, field)
+            if getattr(entry, field) != getattr(asked, field)
         ]
         if different:
             raise ConfigError(
@@ -61,10 +61,10 @@ class Named(Generic[T]):
 
     def get(self, name: str) -> T | None:
         """Return the cache of this name, None if there is none, or it is only being made."""
-        known = self._known.get(name)
-        return None if known is None else known[2]
+        entry = self._known.get(name)
+        return None if entry is None else entry[2]
 
     def pop(self, name: str) -> T | None:
         """Forget the cache of this name, and return it; not one that is only being made."""
-        known = self._known.pop(name, None)
-        return None if known is None else known[2]
+        entry = self._known.pop(name, None)
+        return None if entry is None else entry[2]

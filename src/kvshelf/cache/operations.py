@@ -121,10 +121,10 @@ class Handle(Generic[T]):
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         while not self.poll():
-            left = _CHECK_SECONDS if deadline is None else deadline - time.monotonic()
-            if left <= 0:
+            seconds = _CHECK_SECONDS if deadline is None else deadline - time.monotonic()
+            if seconds <= 0:
                 return False
-            self._done.wait(min(left, _CHECK_SECONDS))
+            self._done.wait(min(seconds, _CHECK_SECONDS))
         return True
 
     def cancel(self) -> None:
@@ -241,11 +241,11 @@ class _Loading(Generic[T]):
                 return
             self._starting = True
         parts, first = self._parts, self._prompt.first_chunk
-        whole = lookup.chain.chunks[: first + lookup.hit_chunks]
-        chunks = whole[first:]
+        hit = lookup.chain.chunks[: first + lookup.hit_chunks]
+        chunks = hit[first:]
         if not self._early:
             # Of the full chunks, those before the first are in use as well.
-            parts.note_used(whole if parts.fmt.kind == FULL else chunks)
+            parts.note_used(hit if parts.fmt.kind == FULL else chunks)
         try:
             load = Piece(parts.view, self._items(chunks), early=self._early, on_done=self._ended)
             parts.loads.load(load)
@@ -307,16 +307,16 @@ def retrieve(parts: KindParts, prompt: Prompt, opened: BoundKV) -> Handle[Tensor
 
 def prefetch(parts: KindParts, prompt: Prompt) -> Handle[int]:
     """Start to load a prompt into memory; its outcome is how many tokens are there."""
-    places, wanted = parts.places, list[Chunk]()
+    places, missing = parts.places, list[Chunk]()
 
     def items(chunks: Sequence[Chunk]) -> list[ChunkSlots]:
-        wanted.extend(chunks[: places.most_chunks])
+        missing.extend(chunks[: places.most_chunks])
         none = torch.empty(0, dtype=torch.int64)
-        return [ChunkSlots(chunk, none) for chunk in wanted]
+        return [ChunkSlots(chunk, none) for chunk in missing]
 
     def outcome(_: int) -> int:
         # Other prompts may have evicted prefetched chunks.
-        return places.leading(wanted) * parts.fmt.chunk_size
+        return places.leading(missing) * parts.fmt.chunk_size
 
     return _Loading("prefetch", parts, prompt, items, outcome, early=True).handle
 
@@ -341,8 +341,8 @@ class _Storing:
         with self._lock:
             self._counts[what] += chunks
             self._left -= chunks
-            done = not self._left
-        if done:
+            is_complete = not self._left
+        if is_complete:
             self.handle.finish()
 
     def submit(self, items: Sequence[ChunkSlots], deadline: float) -> None:
@@ -396,7 +396,7 @@ def store(parts: KindParts, prompt: Prompt, opened: BoundKV, timeout: float | No
     items = prompt.stored_from(opened)
     storing = _Storing(parts, len(items))
     search = find(parts, lambda found: parts.search(prompt, found, ("shelf",)))
-    known = search.result(max(0.0, deadline - time.monotonic())) // parts.fmt.chunk_size
-    storing.count("existed", known)
-    storing.submit(items[known:], deadline)
+    stored_chunks = search.result(max(0.0, deadline - time.monotonic())) // parts.fmt.chunk_size
+    storing.count("existed", stored_chunks)
+    storing.submit(items[stored_chunks:], deadline)
     return storing.handle.result(max(0.0, deadline - time.monotonic()))

@@ -35,8 +35,8 @@ def require(name: str, value: object, expected: type) -> None:
         If it is.
     """
     if not isinstance(value, expected):
-        found = f"a {type(value).__name__}, {value!r:.80}"
-        raise TypeError(f"{name} is {found}; expected a {expected.__name__}")
+        given = f"a {type(value).__name__}, {value!r:.80}"
+        raise TypeError(f"{name} is {given}; expected a {expected.__name__}")
 
 
 #: Where chunks may be, the nearest first.
@@ -165,8 +165,8 @@ class Prompt:
         ValueError
             If the tokens are not whole chunks.
         """
-        chunks, rest = divmod(len(self.tokens), self.chunk_size)
-        if rest or not chunks:
+        chunks, tail_tokens = divmod(len(self.tokens), self.chunk_size)
+        if tail_tokens or not chunks:
             raise ValueError(
                 f"{method}() got {len(self.tokens)} tokens; expected a multiple of the chunk size"
                 f" {self.chunk_size}: states are stored at the ends of chunks"
@@ -176,13 +176,13 @@ class Prompt:
 
 def tiers_of(given: Collection[str] | None) -> tuple[str, ...]:
     """Return the tiers that a caller names, the nearest first."""
-    wanted = TIERS if given is None else tuple(tier for tier in TIERS if tier in given)
+    tiers = TIERS if given is None else tuple(tier for tier in TIERS if tier in given)
     unknown = sorted(set(given or ()) - set(TIERS))
-    if unknown or not wanted:
+    if unknown or not tiers:
         raise ValueError(
             f"tiers is {unknown or list(given or ())}; expected some of {', '.join(TIERS)}"
         )
-    return wanted
+    return tiers
 
 
 def token_ids(tokens: Tokens) -> array[int]:

@@ -149,22 +149,22 @@ def published_digest(published: Mapping[str, Any], *, token_ids: bool = True) ->
 
 def _that_counts(published: Mapping[str, Any], token_ids: bool) -> dict[str, Any]:
     """Return a parsed file without the keys that shape no KV or stand elsewhere in the record."""
-    kept: dict[str, Any] = _without(dict(published), _NO_EFFECT)
-    decoders = list(_decoders(kept))
-    for part in (kept, *decoders):
+    fields: dict[str, Any] = _without(dict(published), _NO_EFFECT)
+    decoders = list(_decoders(fields))
+    for part in (fields, *decoders):
         for key in _ELSEWHERE | (frozenset() if token_ids else _TOKEN_IDS):
             part.pop(key, None)
-    for part in decoders or [kept]:
+    for part in decoders or [fields]:
         for key in ROPE_FIELDS:
             part.pop(key, None)
-    return kept
+    return fields
 
 
 def _without(value: Any, dropped: Collection[str]) -> Any:
     if isinstance(value, Mapping):
-        return {key: _without(one, dropped) for key, one in value.items() if key not in dropped}
+        return {key: _without(item, dropped) for key, item in value.items() if key not in dropped}
     if isinstance(value, (list, tuple)):
-        return [_without(one, dropped) for one in value]
+        return [_without(item, dropped) for item in value]
     return value
 
 
@@ -197,17 +197,17 @@ def config_files(folder: Path, *, config_format: str = "auto") -> list[Path]:
         and any(folder.glob("consolidated*.safetensors"))
     )
     # Mistral's format takes what it lacks from the other one.
-    found = [path for path in (folder / MISTRAL, main) if path.is_file()] if mistral else [main]
-    if not found or not found[0].is_file():
+    paths = [path for path in (folder / MISTRAL, main) if path.is_file()] if mistral else [main]
+    if not paths or not paths[0].is_file():
         raise ConfigError(
             f"{folder} has no {MISTRAL if mistral else CONFIG}: it is not known which"
             " configuration the model has"
         )
-    if not any("quantization_config" in read_json(path) for path in found):
-        found += sorted(path for path in folder.glob("*.json") if path.name.endswith(_QUANTIZATION))
+    if not any("quantization_config" in read_json(path) for path in paths):
+        paths += sorted(path for path in folder.glob("*.json") if path.name.endswith(_QUANTIZATION))
     if (sparse := folder / _SPARSE_ATTENTION).is_file():
-        found.append(sparse)
-    return found
+        paths.append(sparse)
+    return paths
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -262,7 +262,8 @@ def published_lines(
         token_ids = _reads_token_ids(parsed)
     return tuple(
         sorted(
-            f"{name} {published_digest(one, token_ids=token_ids)}" for name, one in parsed.items()
+            f"{name} {published_digest(content, token_ids=token_ids)}"
+            for name, content in parsed.items()
         )
     )
 
@@ -276,8 +277,8 @@ def _reads_token_ids(parsed: Mapping[str, Mapping[str, Any]]) -> bool:
     """Whether the class that a configuration names may read the ids of special tokens."""
     return not any(
         name in READ_NO_TOKEN_IDS
-        for one in parsed.values()
-        if isinstance(names := one.get("architectures"), list)
+        for content in parsed.values()
+        if isinstance(names := content.get("architectures"), list)
         for name in names[:1]
     )
 
@@ -301,7 +302,11 @@ def code_lines(classes: Iterable[type]) -> tuple[str, ...]:
     ConfigError
         If the source of such a class is not available.
     """
-    pending = {one.__module__ for one in classes if one.__module__.startswith(_REMOTE_CODE)}
+    pending = {
+        module_class.__module__
+        for module_class in classes
+        if module_class.__module__.startswith(_REMOTE_CODE)
+    }
     files: dict[str, bytes] = {}
     while pending:
         name = pending.pop()

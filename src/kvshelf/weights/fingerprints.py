@@ -272,7 +272,7 @@ def _hash_content(
     """Return status and xxh3-128 hex of a file's content, and whether it may be cached."""
     for _ in range(4):
         started = time.time_ns()
-        descriptor, before = _open_regular(path)
+        descriptor, stat_before = _open_regular(path)
         try:
             state = xxhash.xxh3_128()
             total = 0
@@ -286,9 +286,9 @@ def _hash_content(
             after = os.fstat(descriptor)
         finally:
             os.close(descriptor)
-        if total == before.st_size and stamp_of(before) == stamp_of(after):
-            settled = is_settled(max(before.st_mtime_ns, before.st_ctime_ns), started)
-            return before, state.hexdigest(), settled
+        if total == stat_before.st_size and stamp_of(stat_before) == stamp_of(after):
+            settled = is_settled(max(stat_before.st_mtime_ns, stat_before.st_ctime_ns), started)
+            return stat_before, state.hexdigest(), settled
     raise TransientStorageError(
         f"weight file {path} keeps changing while it is read; wait until it is complete"
     )
@@ -314,18 +314,18 @@ def _hash_files(
     on_thread_start: Callable[[], None] | None,
 ) -> dict[Path, str]:
     """Return the xxh3-128 hex of each file, from the cache or by hashing in parallel."""
-    known: dict[Path, str] = {}
+    digests: dict[Path, str] = {}
     sizes: dict[Path, int] = {}
     entries = cache._entries()
     for path in dict.fromkeys(files):
         status = os.stat(path)
         digest = entries.get(cache._name(status))
         if digest is not None:
-            known[path] = digest
+            digests[path] = digest
         else:
             sizes[path] = status.st_size
     if not sizes:
-        return known
+        return digests
     # Largest first, so that the threads finish at about the same time.
     todo = sorted(sizes, key=sizes.__getitem__)
     lock = threading.Lock()
@@ -368,10 +368,10 @@ def _hash_files(
                     break
             if isinstance(result, BaseException):
                 raise result
-            known[path] = result
+            digests[path] = result
     finally:
         stop.set()
-    return known
+    return digests
 
 
 def _lines_digest(lines: Iterable[tuple[str, str]]) -> bytes:

@@ -160,12 +160,12 @@ class ParameterDigest:
         cost = 0
         for (_, tensor), sums in zip(self._tensors, self._sums, strict=True):
             content = _bytes_of(tensor)
-            most = _SLICE_BYTES[content.device.type == "cpu"]
-            for start in range(0, content.numel(), most):
-                part = content[start : start + most]
+            slice_bytes = _SLICE_BYTES[content.device.type == "cpu"]
+            for start in range(0, content.numel(), slice_bytes):
+                part = content[start : start + slice_bytes]
                 sums.append(self._reduce(part))
                 cost += max(part.numel(), _TENSOR_BYTES)
-                if cost >= most:
+                if cost >= slice_bytes:
                     cost = 0
                     yield True
 
@@ -182,8 +182,8 @@ class ParameterDigest:
                 for start in range(0, words.numel(), _PIECE_WORDS)
             ]
         else:
-            whole = words.numel() // _PIECE_WORDS * _PIECE_WORDS
-            parts = [words[:whole].view(-1, _PIECE_WORDS), words[whole:].unsqueeze(0)]
+            whole_words = words.numel() // _PIECE_WORDS * _PIECE_WORDS
+            parts = [words[:whole_words].view(-1, _PIECE_WORDS), words[whole_words:].unsqueeze(0)]
         return torch.cat([_sums_of(part, keys) for part in parts if part.numel()])
 
     def _keys_on(self, device: torch.device) -> torch.Tensor:
