@@ -343,11 +343,11 @@ class ModelFacts:
         if kv_dtype == "None":
             raise ConfigError("the configuration names no dtype: pass dtype")
         # Reading a field that differs by layer from the whole configuration is an error.
-        layer_configs = (
-            list(text.per_layer_config) if getattr(text, "is_heterogeneous", False) else [text]
-        )
+        configs = [text]
+        if getattr(text, "is_heterogeneous", False):
+            configs = list(text.per_layer_config)
         head_sizes, kv_heads = list[int](), list[int]()
-        for of in layer_configs:
+        for of in configs:
             heads = of.num_attention_heads
             head_sizes.append(int(getattr(of, "head_dim", None) or of.hidden_size // heads))
             kv_heads.append(int(getattr(of, "num_key_value_heads", None) or heads))
@@ -358,8 +358,8 @@ class ModelFacts:
             method = getattr(quantization, "quant_method", "") or ""
         return cls(
             layers=layers,
-            kv_heads=tuple(kv_heads) if len(layer_configs) > 1 else kv_heads[0],
-            head_size=tuple(head_sizes) if len(layer_configs) > 1 else head_sizes[0],
+            kv_heads=tuple(kv_heads) if len(configs) > 1 else kv_heads[0],
+            head_size=tuple(head_sizes) if len(configs) > 1 else head_sizes[0],
             dtype=kv_dtype,
             weights=weights,
             fingerprint=fingerprint,

@@ -223,14 +223,12 @@ def _divided_parts(layout: str, shape: str, dtype: str, split: int) -> tuple[Sta
     needed = f"layout {layout} needs {ranks} shards in each stage, found {split}"
     _check(ranks is None or int(ranks) == split, needed)
     for number, part in enumerate(parts):
-        at, part_text = part.divided, f"part {part.name!r} with layout {layout}"
+        at, label = part.divided, f"part {part.name!r} with layout {layout}"
         extents = "one divided extent" if ranks is None else "no divided extent"
-        _check((at is None) == (ranks is not None), f"{part_text}: expected {extents} ('/')")
+        _check((at is None) == (ranks is not None), f"{label}: expected {extents} ('/')")
         if at is not None:
             extent = part.shape[at]
-            _check(
-                extent % split == 0, f"{part_text}: {extent} cannot be split over {split} shards"
-            )
+            _check(extent % split == 0, f"{label}: {extent} cannot be split over {split} shards")
             divided = (*part.shape[:at], extent // split, *part.shape[at + 1 :])
             parts[number] = replace(part, shape=divided)
     return tuple(parts)
