@@ -186,7 +186,7 @@ def test_requests_after_any_start_take_the_better_way(name: str, *, hybrid: bool
 
 
 @pytest.mark.parametrize("hybrid", [False, True])
-def test_a_storage_whose_speed_changes_is_followed_after_trials(*, hybrid: bool) -> None:
+def test_storage_whose_speed_changes_is_followed_after_trials(*, hybrid: bool) -> None:
     engine = Engine([1e8, 5e6, 2e9, 1e7, 2e6, 3e7], 2, 5.0, hybrid=hybrid)
     settled: list[tuple[float, float]] = []
     while engine.age < 6 * CHANGE_SECONDS:

@@ -238,7 +238,7 @@ def test_buffer_of_a_closed_pool_can_be_shared(make_pool: MakePool, memory: Memo
     assert memory.held == 0
 
 
-def test_a_released_view_cannot_be_used(make_pool: MakePool) -> None:
+def test_released_view_cannot_be_used(make_pool: MakePool) -> None:
     pool = make_pool(4 * BUFFER_ALIGNMENT)
     buffer = pool.allocate(10)
     assert buffer is not None
@@ -256,9 +256,7 @@ def test_a_released_view_cannot_be_used(make_pool: MakePool) -> None:
 
 
 @pytest.mark.parametrize(("offset", "nbytes"), [(-1, 2), (0, 0), (0, 11), (10, None), (5, 6)])
-def test_a_view_stays_inside_its_buffer(
-    make_pool: MakePool, offset: int, nbytes: int | None
-) -> None:
+def test_view_stays_inside_its_buffer(make_pool: MakePool, offset: int, nbytes: int | None) -> None:
     with (
         make_pool(4 * BUFFER_ALIGNMENT).allocate(10) as buffer,
         pytest.raises(ValueError, match="of the"),
@@ -287,7 +285,7 @@ def test_memory_is_taken_in_segments_and_given_back_at_the_end(
     assert memory.held == 0
 
 
-def test_a_system_without_memory_is_a_full_pool(
+def test_system_without_memory_is_a_full_pool(
     make_pool: MakePool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refuse(*args: object) -> mmap.mmap:
@@ -303,7 +301,7 @@ def test_a_system_without_memory_is_a_full_pool(
         pass
 
 
-def test_a_device_pool_has_tensors_and_no_memoryviews(make_pool: MakePool) -> None:
+def test_device_pool_has_tensors_and_no_memoryviews(make_pool: MakePool) -> None:
     pool = make_pool(4 * BUFFER_ALIGNMENT, kind="device", device="cpu")
     with pool.allocate(10) as buffer:
         assert buffer.tensor.device == torch.device("cpu")
@@ -356,7 +354,7 @@ def test_memory_that_cannot_be_pinned_leaves_no_error_for_the_engines_next_launc
 
 
 @pytest.mark.real
-def test_a_forked_process_has_no_copy_of_pinned_memory(
+def test_forked_process_has_no_copy_of_pinned_memory(
     make_pool: MakePool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -379,7 +377,7 @@ def _is_mapped(address: int) -> bool:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_a_tensor_on_a_gpu_is_divided() -> None:
+def test_tensor_on_a_gpu_is_divided() -> None:
     tensor = torch.zeros(1 << 20, dtype=torch.uint8, device="cuda")
     pool = BufferPool.over(tensor)
     assert pool.kind == "device"
@@ -427,7 +425,7 @@ def test_contradictions_are_refused(
         BufferPool(capacity, **options)  # type: ignore[arg-type]
 
 
-def test_a_callers_tensor_is_divided_and_kept_no_longer_than_needed() -> None:
+def test_callers_tensor_is_divided_and_kept_no_longer_than_needed() -> None:
     memory = mmap.mmap(-1, 1000 * 1024 * 4)
     kept = weakref.ref(memory)
     tensor = torch.frombuffer(memory, dtype=torch.float32).view(1000, 1024)

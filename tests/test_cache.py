@@ -377,7 +377,7 @@ def test_keys_are_those_of_the_chain(cache: ChunkCache) -> None:
     assert (start, end, key) == expected[0]
 
 
-def test_a_mask_leaves_out_what_the_caller_has(cache: ChunkCache) -> None:
+def test_mask_leaves_out_what_the_caller_has(cache: ChunkCache) -> None:
     tokens = prompt(5 * CHUNK)
     put(cache, tokens)
     mask = torch.arange(5 * CHUNK) >= 2 * CHUNK
@@ -492,7 +492,7 @@ def test_close_while_a_load_waits_for_the_callers_stream_writes_nothing_later(ma
 
 
 @pytest.mark.parametrize("place", ["host"], indirect=True)
-def test_a_device_that_failed_stores_nothing_and_refuses_loads(make: Make) -> None:
+def test_device_that_failed_stores_nothing_and_refuses_loads(make: Make) -> None:
     tokens = prompt(4 * CHUNK)
     cache = make()
     put(cache, tokens[:CHUNK])
@@ -508,7 +508,7 @@ def test_a_device_that_failed_stores_nothing_and_refuses_loads(make: Make) -> No
 
 
 @pytest.mark.parametrize("place", ["device"], indirect=True)
-def test_a_device_without_memory_drops_stores_and_misses(
+def test_device_without_memory_drops_stores_and_misses(
     cache: ChunkCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokens = prompt(2 * CHUNK)
@@ -535,7 +535,7 @@ def test_tensors_of_two_devices_are_refused() -> None:
 
 
 @past_the_server
-def test_a_damaged_chunk_that_another_has_repaired_is_found_after_a_store(
+def test_damaged_chunk_that_another_has_repaired_is_found_after_a_store(
     make: Make, backend: FaultyStorage
 ) -> None:
     one, other = make(), make()
@@ -549,9 +549,7 @@ def test_a_damaged_chunk_that_another_has_repaired_is_found_after_a_store(
 
 
 @past_the_server
-def test_a_chunk_that_was_not_tried_has_not_failed(
-    cache: ChunkCache, backend: FaultyStorage
-) -> None:
+def test_chunk_that_was_not_tried_has_not_failed(cache: ChunkCache, backend: FaultyStorage) -> None:
     tokens = prompt(CHUNK)
     put(cache, tokens)
     backend.add(Fault("read", error=lambda: UnavailableStorageError("not tried")))
@@ -581,7 +579,7 @@ def test_close_waits_for_stores_that_are_under_way(make: Make, backend: FaultySt
 
 
 @past_the_server
-def test_a_storage_that_hangs_ends_nothing_but_the_hit(make: Make, backend: FaultyStorage) -> None:
+def test_storage_that_hangs_ends_nothing_but_the_hit(make: Make, backend: FaultyStorage) -> None:
     cache = make(timeout_s=0.2)
     tokens = prompt(3 * CHUNK)
     put(cache, tokens, timeout=PATIENCE)
@@ -601,7 +599,7 @@ def test_a_storage_that_hangs_ends_nothing_but_the_hit(make: Make, backend: Faul
 
 
 @past_the_server
-def test_a_retrieve_that_is_out_of_time_keeps_what_came_and_touches_nothing_later(
+def test_retrieve_that_is_out_of_time_keeps_what_came_and_touches_nothing_later(
     make: Make, backend: FaultyStorage
 ) -> None:
     cache = make(io_threads=1)
@@ -633,7 +631,7 @@ def test_a_retrieve_that_is_out_of_time_keeps_what_came_and_touches_nothing_late
 
 @past_the_server
 @pytest.mark.parametrize("operation", ["stat", "read"])
-def test_a_cancelled_retrieve_is_over_at_once(
+def test_cancelled_retrieve_is_over_at_once(
     cache: ChunkCache, backend: FaultyStorage, operation: str
 ) -> None:
     tokens = prompt(3 * CHUNK)
@@ -755,7 +753,7 @@ def test_before_a_far_shelf_tiers_say_what_they_have_at_this_moment(
 
 
 @pytest.mark.parametrize("far", [False, True])
-def test_a_chunk_that_is_removed_is_missing_and_can_be_stored_again(
+def test_chunk_that_is_removed_is_missing_and_can_be_stored_again(
     make: Make, backend: FaultyStorage, tmp_path: Path, far: bool
 ) -> None:
     identity = PromptIdentity(salt="someone")
@@ -1121,7 +1119,7 @@ def test_instances_have_names(config: Config) -> None:
         cache.lookup([1])
 
 
-def test_a_cache_is_found_while_another_is_opened_on_a_storage_that_hangs() -> None:
+def test_cache_is_found_while_another_is_opened_on_a_storage_that_hangs() -> None:
     named: Named[int] = Named()
     made = partial(named.get_or_create, config=Config(), model=facts())
     made("good", make=lambda *_: 1)
@@ -1141,7 +1139,7 @@ def test_a_cache_is_found_while_another_is_opened_on_a_storage_that_hangs() -> N
         assert opening.result(PATIENCE) == named.get("hung") == 2
 
 
-def test_a_configuration_decides_how_much_is_kept_in_memory(config: Config) -> None:
+def test_configuration_decides_how_much_is_kept_in_memory(config: Config) -> None:
     tokens = prompt(2 * CHUNK)
     for memory, kept in ((1 << 24, True), (None, False)):
         with ChunkCache.open(config.model_copy(update={"memory": memory}), facts()) as cache:
@@ -1152,7 +1150,7 @@ def test_a_configuration_decides_how_much_is_kept_in_memory(config: Config) -> N
             assert cache.prefetch(tokens) == len(tokens)
 
 
-def test_a_configuration_decides_the_namespace_and_its_folders(config: Config) -> None:
+def test_configuration_decides_the_namespace_and_its_folders(config: Config) -> None:
     tokens, identity = prompt(2 * CHUNK), PromptIdentity("tenant")
     found = []
     for changes in ({}, {"version": "2"}, {"group_by_salt": True}):
@@ -1163,7 +1161,7 @@ def test_a_configuration_decides_the_namespace_and_its_folders(config: Config) -
     assert found == [0, 0, 0]
 
 
-def test_a_configuration_that_cannot_be_used_is_refused(config: Config) -> None:
+def test_configuration_that_cannot_be_used_is_refused(config: Config) -> None:
     with pytest.raises(ConfigError, match="weights is missing"):
         ChunkCache.open(config, facts(weights=None))
 

@@ -120,7 +120,7 @@ def test_states_of_ranks_that_are_not_divided_have_a_dimension_for_the_ranks(mak
         (5, 0, (4,), 0),
     ],
 )
-def test_a_hit_needs_all_kinds(
+def test_hit_needs_all_kinds(
     cache: ChunkCache, full: int, windows: int, states: tuple[int, ...], hit: int
 ) -> None:
     fill(cache, full, windows, states)
@@ -128,7 +128,7 @@ def test_a_hit_needs_all_kinds(
     assert cache.of(STATE).find_hit(TOKENS) == hit * CHUNK
 
 
-def test_a_model_of_one_kind_has_the_hit_that_its_lookup_has(make: Make) -> None:
+def test_model_of_one_kind_has_the_hit_that_its_lookup_has(make: Make) -> None:
     names = ("sliding_windows", "layer_names", "layer_shapes", "layer_dtypes", "stages", "kinds")
     absent = dict.fromkeys([*names, "attention", "window_shards", "state_shards"])
     one = make(**absent, layers=1, kv_heads=4, head_size=8)
@@ -161,7 +161,7 @@ def test_states_that_do_not_fit_are_refused(cache: ChunkCache) -> None:
             cache.retrieve_state(tokens)
 
 
-def test_a_cache_of_states_has_no_kv_of_tokens(cache: ChunkCache) -> None:
+def test_cache_of_states_has_no_kv_of_tokens(cache: ChunkCache) -> None:
     states = cache.of(STATE)
     for call in (states.store, states.retrieve, states.prefetch):
         with pytest.raises(ValueError, match="this cache is of kind state: use store_state"):
@@ -171,7 +171,7 @@ def test_a_cache_of_states_has_no_kv_of_tokens(cache: ChunkCache) -> None:
 
 
 @pytest.mark.parametrize("closed", ["full", "state"])
-def test_the_kinds_are_closed_together(make: Make, closed: Any) -> None:
+def test_kinds_are_closed_together(make: Make, closed: Any) -> None:
     cache = make()
     states = cache.of(STATE)
     handle = cache.submit_store(TOKENS, kv=random_kv(cache))

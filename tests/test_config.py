@@ -48,7 +48,7 @@ def test_address_that_was_written_by_mistake_is_refused_by_each_reader(address: 
         open_backend(address)
 
 
-def test_the_address_of_a_node_server(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_address_of_a_node_server(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/someone")
     assert load({"server": "ipc:///run/kv.sock"}).server == "ipc:///run/kv.sock"
     assert load({}, {"KVSHELF_SERVER": "ipc://~/kv.sock"}).server == "ipc:///home/someone/kv.sock"
@@ -70,7 +70,7 @@ def test_the_address_of_a_node_server(monkeypatch: pytest.MonkeyPatch) -> None:
         {"capacity": {"max_bytes": "1TiB"}},
     ],
 )
-def test_an_engine_with_a_node_server_has_no_shelf_of_its_own(option: dict[str, object]) -> None:
+def test_engine_with_a_node_server_has_no_shelf_of_its_own(option: dict[str, object]) -> None:
     (name,) = option
     text = problem({"server": "ipc:///run/kv.sock", **option})
     assert f"{name} is set too" in text
@@ -89,7 +89,7 @@ def test_variables_of_a_kubernetes_service_are_no_options() -> None:
     assert "KVSHELF_PROXY_HOST" in problem({}, {**environ, "KVSHELF_PROXY_HOST": "x"})
 
 
-def test_the_constructor_explains_as_load_does() -> None:
+def test_constructor_explains_as_load_does() -> None:
     with pytest.raises(ConfigError, match=r"unknown key 'local_cpu' in the arguments of Config"):
         Config(local_cpu=True)  # type: ignore[call-arg]
     with pytest.raises(ConfigError, match=r"chunk_size in the arguments of Config: the value 0"):
@@ -127,7 +127,7 @@ def test_with_a_node_server_nothing_is_read_ahead() -> None:
     assert not load({"server": "ipc:///run/kvshelf.sock"}).reads_ahead(1.0)
 
 
-def test_a_disk_tier_is_not_where_the_private_shelf_is(tmp_path: Path) -> None:
+def test_disk_tier_is_not_where_the_private_shelf_is(tmp_path: Path) -> None:
     environ = {"KVSHELF_CACHE_DIR": str(tmp_path)}
     for path in (tmp_path, tmp_path / "shelf", tmp_path / "shelf" / "near"):
         text = problem({"disk_tier": {"path": str(path), "max_bytes": "1B"}}, environ)
@@ -135,7 +135,7 @@ def test_a_disk_tier_is_not_where_the_private_shelf_is(tmp_path: Path) -> None:
     load({"disk_tier": {"path": str(tmp_path / "tier"), "max_bytes": "1B"}}, environ)
 
 
-def test_a_bound_of_salt_groups_needs_salt_groups() -> None:
+def test_bound_of_salt_groups_needs_salt_groups() -> None:
     bound = {"capacity": {"group_max_bytes": "1GiB"}}
     assert "set group_by_salt to true, or remove group_max_bytes" in problem(bound)
     assert load({**bound, "group_by_salt": True}).capacity.group_max_bytes == 1 << 30
@@ -174,7 +174,7 @@ def test_cache_dir_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize("level", ["kvshelf", "kvshelf/shelf"])
 @pytest.mark.parametrize("trouble", ["group", "world", "link", "file"])
-def test_an_unsafe_private_shelf_is_refused(tmp_path: Path, level: str, trouble: str) -> None:
+def test_unsafe_private_shelf_is_refused(tmp_path: Path, level: str, trouble: str) -> None:
     path = tmp_path / level
     path.parent.mkdir(exist_ok=True, mode=0o700)
     if trouble == "link":
@@ -190,7 +190,7 @@ def test_an_unsafe_private_shelf_is_refused(tmp_path: Path, level: str, trouble:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory away")
-def test_a_private_shelf_of_another_user_is_refused(tmp_path: Path) -> None:
+def test_private_shelf_of_another_user_is_refused(tmp_path: Path) -> None:
     path = default_shelf_path({"XDG_CACHE_HOME": str(tmp_path)})
     os.chown(path, 12345, 12345)
     with pytest.raises(ConfigError, match="belongs to user 12345"):

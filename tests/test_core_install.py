@@ -71,7 +71,7 @@ def test_what_needs_torch_says_what_installs_it(programs: Path) -> None:
     assert told.count("Traceback") == 1
 
 
-def test_the_size_of_what_is_installed(programs: Path) -> None:
+def test_size_of_what_is_installed(programs: Path) -> None:
     files = [path for path in programs.parent.rglob("*") if path.is_file()]
     size = sum(path.stat().st_size for path in files if "/pip" not in str(path))
     assert size < 150e6, f"{size / 1e6:.0f} MB; docs/quick-start.md says 131"

@@ -46,7 +46,7 @@ def test_tokens_behind_others_cost_more() -> None:
     assert costs.seconds(100, 100) == 0
 
 
-def test_an_engine_that_becomes_slower_is_followed() -> None:
+def test_engine_that_becomes_slower_is_followed() -> None:
     costs, chance = taught(random.Random(2), 100), random.Random(3)
     before = costs.seconds(0, 2048)
     for _ in range(100):
@@ -93,7 +93,7 @@ def test_one_late_load_changes_little_and_five_say_that_a_storage_is_slow() -> N
     assert costs.seconds(50e6) > 15
 
 
-def test_a_storage_that_has_become_fast_is_believed_at_once() -> None:
+def test_storage_that_has_become_fast_is_believed_at_once() -> None:
     costs = LoadCosts()
     for _ in range(16):
         costs.learn(12e6, 2.4)
@@ -102,7 +102,7 @@ def test_a_storage_that_has_become_fast_is_believed_at_once() -> None:
     assert costs.seconds(100e6) < 0.5
 
 
-def test_a_storage_that_answers_late_is_told_from_one_that_is_slow() -> None:
+def test_storage_that_answers_late_is_told_from_one_that_is_slow() -> None:
     chance = random.Random(5)
     late, slow = taught_loads(chance, 0.1, 1e10), taught_loads(chance, 0.0, 80e6)
     # So many chunks are there in time; at least one is read.

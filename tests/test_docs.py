@@ -22,7 +22,7 @@ pytestmark = pytest.mark.real
 SHELL = ("bash", "console", "shell", "sh", "")
 
 
-def test_the_generated_pages_are_up_to_date() -> None:
+def test_generated_pages_are_up_to_date() -> None:
     is_current = config_page.PAGE.read_text() == config_page.render_page()
     assert is_current, "docs/configuration.md is not what the code says: run `make docs`"
     is_current = config_page.CLI.read_text() == config_page.render_commands()
@@ -36,7 +36,7 @@ def test_every_option_is_explained() -> None:
     assert all(variable_of(name) in config_page.PAGE.read_text() for name in listed)
 
 
-def test_the_exit_codes_are_documented() -> None:
+def test_exit_codes_are_documented() -> None:
     listed = re.findall(r"^\| (\d+) \| \w", config_page.CLI.read_text(), re.MULTILINE)
     assert {*map(int, listed)} == {*EXIT_CODES, 130}
 
@@ -60,7 +60,7 @@ def test_images_are_well_formed(image: Path) -> None:
     assert root.find("{*}title") is not None, "a picture needs a title for those who cannot see it"
 
 
-def test_the_examples_of_the_python_api_run_twice() -> None:
+def test_examples_of_the_python_api_run_twice() -> None:
     page = (ROOT / "docs" / "api.md").read_text()
     code = "\n".join(re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE))
     assert "cache.close()" in code
@@ -68,7 +68,7 @@ def test_the_examples_of_the_python_api_run_twice() -> None:
         exec(compile(code, "docs/api.md", "exec"), {})
 
 
-def test_the_schemas_of_the_operators_are_those_of_torch() -> None:
+def test_schemas_of_the_operators_are_those_of_torch() -> None:
     page = (ROOT / "docs" / "api.md").read_text()
     importlib.import_module("kvshelf.ops")
     for name in ("gather_kv", "scatter_kv"):
@@ -83,7 +83,7 @@ def test_no_page_installs_a_package_of_an_index_that_is_not_ours() -> None:
 
 
 @pytest.mark.slow
-def test_the_site_builds_without_warnings(tmp_path: Path) -> None:
+def test_site_builds_without_warnings(tmp_path: Path) -> None:
     for tool in ("material", "mkdocstrings_handlers.python", "griffe_sphinx"):
         pytest.importorskip(tool, reason="the documentation tools are not installed")
     done = subprocess.run(

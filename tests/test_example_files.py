@@ -103,7 +103,7 @@ def test_pods_are_whole(overlay: str) -> None:
         assert config.capacity.max_bytes
 
 
-def test_the_pods_run_as_the_user_of_the_image() -> None:
+def test_pods_run_as_the_user_of_the_image() -> None:
     for one in mappings(rendered("base")):
         if "runAsUser" in one:
             user = f"{one['runAsUser']}:{one['runAsGroup']}"
@@ -117,7 +117,7 @@ def test_containerfiles_have_no_fault_that_hadolint_knows(file: Path) -> None:
     assert done.returncode == 0, done.stdout
 
 
-def test_the_compose_file() -> None:
+def test_compose_file() -> None:
     found = yaml.safe_load((EXAMPLES / "compose.yaml").read_text())
     engine = found["services"]["engine"]
     check_command(engine["command"], engine["environment"])
@@ -129,7 +129,7 @@ def test_the_compose_file() -> None:
     assert (context / file).resolve() == KUBERNETES / "Containerfile.engine"
 
 
-def test_the_index_names_every_example_and_leads_to_files() -> None:
+def test_index_names_every_example_and_leads_to_files() -> None:
     index = (EXAMPLES / "README.md").read_text()
     for program in EXAMPLES.glob("*.py"):
         assert f"`python examples/{program.name}" in index or program.name == "demo.py"

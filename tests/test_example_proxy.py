@@ -149,7 +149,7 @@ def bodies(engines: list[Engine]) -> list[Any]:
     return [body for engine in engines for _, _, body in engine.asked]
 
 
-def test_the_first_leg_asks_for_one_token_and_the_second_is_the_clients_own(rig: Rig) -> None:
+def test_first_leg_asks_for_one_token_and_the_second_is_the_clients_own(rig: Rig) -> None:
     own = {"temperature": 0.5, "cache_salt": "s", "response_format": {"type": "text"}}
     costs = {"stream": True, "stream_options": {}, "n": 3, "logprobs": 2, "min_tokens": 5}
     rig.client.headers["authorization"] = "Bearer key"
@@ -263,7 +263,7 @@ def test_errors(rig: Rig) -> None:
 
 
 @pytest.mark.parametrize("leg", ["prefill", "decode", "stream"])
-def test_an_engine_sees_that_the_client_left(rig: Rig, leg: str) -> None:
+def test_engine_sees_that_the_client_left(rig: Rig, leg: str) -> None:
     side = rig.prefill if leg == "prefill" else rig.decode
     side[0].behaviour = hangs
     body = json.dumps(ASKING | {"stream": leg == "stream"}).encode()

@@ -61,7 +61,7 @@ def test_demo(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_demo_that_is_ended_leaves_no_process_behind(tmp_path: Path) -> None:
+def test_demo_that_is_ended_leaves_no_process_behind(tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / DEMO[0]), *DEMO[1:]]
     log = tmp_path / "demo" / "engine-1.log"
     with subprocess.Popen(command, cwd=tmp_path, env=ENVIRONMENT) as running:
@@ -197,7 +197,7 @@ class Shown:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", ["README.md", "docs/quick-start.md"])
-def test_the_commands_that_show_a_hit(tmp_path: Path, page: str) -> None:
+def test_commands_that_show_a_hit(tmp_path: Path, page: str) -> None:
     shown = Shown(page, tmp_path, str(tmp_path / "kv"))
     make = "python examples/models/make_model.py ~/model --recipe tiny --tokenizer"
     assert make in (ROOT / "docs" / "quick-start.md").read_text()
@@ -213,7 +213,7 @@ def test_the_commands_that_show_a_hit(tmp_path: Path, page: str) -> None:
 
 
 @pytest.mark.slow
-def test_the_commands_that_show_a_hit_in_a_bucket(tmp_path: Path) -> None:
+def test_commands_that_show_a_hit_in_a_bucket(tmp_path: Path) -> None:
     if command("moto_server") is None:
         pytest.skip("moto is not installed")
     shown = Shown("docs/quick-start.md", tmp_path, "s3://kvshelf/kv")

@@ -60,7 +60,7 @@ def test_answers_are_equal_with_and_without_the_shelf(
         assert [answer.tokens for answer in answers] == plain
 
 
-def test_the_example_runs_and_another_process_finds_its_shelf(
+def test_example_runs_and_another_process_finds_its_shelf(
     example: Any, checkpoint: Path, tmp_path: Path
 ) -> None:
     shelf = tmp_path / "shelf"

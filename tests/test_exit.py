@@ -95,9 +95,7 @@ elif end == "exception":
         ),
     ],
 )
-def test_a_process_whose_storage_never_answers_ends(
-    tmp_path: Path, operation: str, end: str
-) -> None:
+def test_process_whose_storage_never_answers_ends(tmp_path: Path, operation: str, end: str) -> None:
     process = subprocess.Popen(
         [sys.executable, "-c", PROGRAM, str(tmp_path / "shelf"), operation, end],
         stdout=subprocess.PIPE,

@@ -34,7 +34,7 @@ def test_one_line_about_each_subject() -> None:
     ]
 
 
-def test_an_error_shows_its_exception(caplog: pytest.LogCaptureFixture) -> None:
+def test_error_shows_its_exception(caplog: pytest.LogCaptureFixture) -> None:
     RateLimitedLog(logger).error("failed", exc_info=ValueError("why"))
     assert "ValueError: why" in caplog.text
 

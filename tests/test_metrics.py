@@ -38,7 +38,7 @@ def test_gauges_come_with_whatever_else_comes() -> None:
         (1e9, len(TIME_BOUNDS)),
     ],
 )
-def test_a_time_is_counted_in_the_bucket_whose_bound_it_does_not_exceed(
+def test_time_is_counted_in_the_bucket_whose_bound_it_does_not_exceed(
     seconds: float, bucket: int
 ) -> None:
     counters = Counters()
@@ -96,6 +96,6 @@ def test_every_operation_of_a_store_and_a_load_is_timed(tmp_path: Path) -> None:
     assert all(t[-1] > 0 for t in times.values())
 
 
-def test_the_page_lists_every_metric() -> None:
+def test_page_lists_every_metric() -> None:
     is_current = PAGE.read_text() == filled(PAGE.read_text())
     assert is_current, "docs/metrics.md is not what the code says: run `make docs`"

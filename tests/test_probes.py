@@ -72,7 +72,7 @@ def received(client: socket.socket) -> bytes:
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost"])
-def test_a_path_is_answered_and_the_connection_ends(host: str) -> None:
+def test_path_is_answered_and_the_connection_ends(host: str) -> None:
     with serving(host) as connect:
         with connect() as client:
             client.sendall(b"GET /health?full HTTP/1.1\r\nHost: x\r\n\r\n")
@@ -104,7 +104,7 @@ def test_other_requests_get_an_error(request_: bytes, status: int) -> None:
         assert get(connect).startswith(b"HTTP/1.1 200 ")
 
 
-def test_a_request_without_an_end_is_given_up() -> None:
+def test_request_without_an_end_is_given_up() -> None:
     with serving() as connect:
         assert ask(connect, b"GET /health HTTP/1.1\r\n" + b"a: b\r\n" * 10_000) == b""
         assert get(connect).startswith(b"HTTP/1.1 200 ")
@@ -179,6 +179,6 @@ def test_clients_that_take_no_answer_are_gone_after_a_while(
         assert get(connect).startswith(b"HTTP/1.1 200 ")
 
 
-def test_a_port_that_is_taken_is_an_error_of_the_configuration() -> None:
+def test_port_that_is_taken_is_an_error_of_the_configuration() -> None:
     with listen("127.0.0.1", 0) as listener, pytest.raises(ConfigError, match="cannot listen"):
         listen("127.0.0.1", listener.getsockname()[1])

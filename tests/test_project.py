@@ -30,7 +30,7 @@ def minor(python: str) -> int:
     return int(python.removeprefix("3."))
 
 
-def test_the_version_is_written_once() -> None:
+def test_version_is_written_once() -> None:
     text = (ROOT / "src" / "kvshelf" / "__init__.py").read_text()
     # What the build backend reads.
     provider = PYPROJECT["tool"]["scikit-build"]["metadata"]["version"]
@@ -40,14 +40,14 @@ def test_the_version_is_written_once() -> None:
     assert PYPROJECT["project"]["dynamic"] == ["version"]
 
 
-def test_the_changelog_begins_with_this_version() -> None:
+def test_changelog_begins_with_this_version() -> None:
     latest = re.search(r"^## (.*)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert latest is not None
     release, _, development = kvshelf.__version__.partition(".dev")
     assert latest[1] == (f"{release}, unreleased" if development else release)
 
 
-def test_the_pythons_that_are_promised_are_those_that_are_tested() -> None:
+def test_pythons_that_are_promised_are_those_that_are_tested() -> None:
     assert [str(python) for python in WORKFLOW["jobs"]["test"]["strategy"]["matrix"]["python"]] == (
         PYTHONS
     )
@@ -83,7 +83,7 @@ def test_pages_name_no_other_pythons() -> None:
     assert (lowest, tested) == (PYTHONS[0], PYTHONS)
 
 
-def test_the_workflow_may_only_read_and_pins_what_it_runs() -> None:
+def test_workflow_may_only_read_and_pins_what_it_runs() -> None:
     assert WORKFLOW["permissions"] == {"contents": "read"}
     steps = [step for job in WORKFLOW["jobs"].values() for step in job["steps"]]
     used = [step["uses"] for step in steps if "uses" in step]

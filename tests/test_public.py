@@ -25,7 +25,7 @@ def promised(module: str) -> list[str]:
     raise AssertionError(f"{module} has no __all__")
 
 
-def test_the_page_shows_the_public_modules() -> None:
+def test_page_shows_the_public_modules() -> None:
     shown = re.findall(r"^::: (kvshelf[\w.]*)$", PAGE, re.MULTILINE)
     assert [module for module in shown if module in kvshelf.PUBLIC_MODULES] == [
         *kvshelf.PUBLIC_MODULES
@@ -42,14 +42,14 @@ def test_what_is_promised_can_be_imported(module: str) -> None:
     assert [name for name in promised(module) if not hasattr(found, name)] == []
 
 
-def test_the_page_imports_nothing_else() -> None:
+def test_page_imports_nothing_else() -> None:
     names = {f"{module}.{name}" for module in kvshelf.PUBLIC_MODULES for name in promised(module)}
     imports = re.findall(r"^from (kvshelf[\w.]*) import (.*)$", PAGE, re.MULTILINE)
     used = {f"{module}.{name.strip()}" for module, list_ in imports for name in list_.split(",")}
     assert used - names == set()
 
 
-def test_the_package_has_its_public_names_and_no_others() -> None:
+def test_package_has_its_public_names_and_no_others() -> None:
     assert set(kvshelf.__all__) <= set(dir(kvshelf))
     with pytest.raises(AttributeError, match="no_such_name"):
         _ = kvshelf.no_such_name  # type: ignore[attr-defined]

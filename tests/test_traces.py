@@ -30,7 +30,7 @@ def test_ranges_are_made_in_processes_that_use_a_gpu(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.real
-def test_a_process_without_torch_stays_so() -> None:
+def test_process_without_torch_stays_so() -> None:
     script = """
 import sys
 from kvshelf.traces import trace_range

@@ -72,7 +72,7 @@ def rig(router: Rig) -> Rig:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", REQUESTS)
-def test_a_handover_passes_it_untouched(rig: Rig, path: str, stream: bool) -> None:
+def test_handover_passes_it_untouched(rig: Rig, path: str, stream: bool) -> None:
     found = rig.post(path, stream=stream, **REQUESTS[path])
     assert found.content == (b"".join(EVENTS) if stream else WHOLE)
     [first], [second] = bodies(rig.prefill), bodies(rig.decode)
@@ -97,7 +97,7 @@ def test_where_nothing_is_promised_the_second_engine_learns_it(
 
 
 @pytest.mark.parametrize("status", [500, 503])
-def test_a_first_leg_that_fails_is_the_clients_error(rig: Rig, status: int) -> None:
+def test_first_leg_that_fails_is_the_clients_error(rig: Rig, status: int) -> None:
     """The router sends neither leg again: clients do."""
     for engine in rig.prefill:
         engine.behaviour = says(b"{}", status)

@@ -248,7 +248,7 @@ def asked(mode: str, chunks: int, seed: int = 0) -> dict[str, Any]:
 # ------------------------------------------------------------------------------ both
 
 
-def test_the_modes_are_domains_of_their_own(channel: ScriptedChannel, engine: Engine) -> None:
+def test_modes_are_domains_of_their_own(channel: ScriptedChannel, engine: Engine) -> None:
     ids = list(range(PER_CHUNK))
     engine.worker.submit_store_request("h", op("hashes", ids, 1), None)
     engine.worker.submit_store_request("t", op("tokens", ids, 1), None)
@@ -289,14 +289,14 @@ def test_chunks_named_by_hashes_say_what_comes_before_them(
     assert channel.stores[-1].parent == ""
 
 
-def test_the_last_hash_of_each_chunk_is_taken() -> None:
+def test_last_hash_of_each_chunk_is_taken() -> None:
     many = [bytes([number]) for number in range(11)]
     assert striding_block_hashes(many, 4) == [bytes([3]), bytes([7])]
     assert striding_block_hashes(many, 1) == many
     assert striding_block_hashes(many[:3], 4) == []
 
 
-def test_the_chunk_size_is_the_servers(channel: ScriptedChannel) -> None:
+def test_chunk_size_is_the_servers(channel: ScriptedChannel) -> None:
     scheduler = SchedulerAdapter(URL, facts(), BLOCK, channel=channel)
     assert scheduler.chunk_size == CHUNK
     assert scheduler.num_blocks_per_chunk() == scheduler.blocks_in_chunk == PER_CHUNK
@@ -317,14 +317,14 @@ def test_adapters_say_what_they_are(channel: ScriptedChannel) -> None:
 
 @pytest.mark.parametrize("adapter", [SchedulerAdapter, WorkerAdapter])
 @pytest.mark.parametrize("block_size", [0, 5, 32])
-def test_the_chunk_size_is_a_multiple_of_the_block_size(
+def test_chunk_size_is_a_multiple_of_the_block_size(
     adapter: type[Any], block_size: int, channel: ScriptedChannel
 ) -> None:
     with pytest.raises(ValueError, match=f"is {CHUNK}.*size {block_size}.*KVSHELF_CHUNK_SIZE"):
         adapter(URL, facts(), block_size, channel=channel)
 
 
-def test_a_namespace_has_the_servers_chunk_size(channel: ScriptedChannel) -> None:
+def test_namespace_has_the_servers_chunk_size(channel: ScriptedChannel) -> None:
     with pytest.raises(ConfigError, match=r"server is 16 tokens.*namespace is 32"):
         SchedulerAdapter(URL, facts().namespace(chunk_size=32), BLOCK, channel=channel)
 
@@ -346,7 +346,7 @@ def test_without_a_server_there_is_no_chunk_size(
     engine.shutdown()
 
 
-def test_a_server_that_comes_back_is_told_the_namespace(
+def test_server_that_comes_back_is_told_the_namespace(
     channel: ScriptedChannel, engine: Engine
 ) -> None:
     space = engine.worker.namespace
@@ -361,7 +361,7 @@ def test_a_server_that_comes_back_is_told_the_namespace(
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_lookup_is_submitted_once(mode: str, channel: ScriptedChannel, engine: Engine) -> None:
+def test_lookup_is_submitted_once(mode: str, channel: ScriptedChannel, engine: Engine) -> None:
     channel.holding = ("LookUpChunks",)
     engine.scheduler.maybe_submit_lookup_request("a", **asked(mode, 2))
     until(lambda: len(channel.held) == 1)
@@ -384,7 +384,7 @@ def test_exactly_one_of_hashes_and_tokens(engine: Engine) -> None:
         engine.scheduler.check_lookup_result("a")
 
 
-def test_a_lookup_that_is_not_known_is_named(engine: Engine) -> None:
+def test_lookup_that_is_not_known_is_named(engine: Engine) -> None:
     with pytest.raises(ValueError, match="'never' has no lookup"):
         engine.scheduler.check_lookup_result("never")
     assert engine.hit("a", token_ids=prompt(3)) == 0
@@ -395,7 +395,7 @@ def test_a_lookup_that_is_not_known_is_named(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_prompt_shorter_than_a_chunk_finds_nothing(
+def test_prompt_shorter_than_a_chunk_finds_nothing(
     mode: str, channel: ScriptedChannel, engine: Engine
 ) -> None:
     channel.holding = ("LookUpChunks",)
@@ -416,7 +416,7 @@ def test_without_a_server_nothing_is_found(channel: ScriptedChannel, engine: Eng
     assert engine.hit("after", token_ids=prompt(CHUNK)) == 0
 
 
-def test_a_server_that_hangs_finds_nothing(channel: ScriptedChannel, make_engine: Make) -> None:
+def test_server_that_hangs_finds_nothing(channel: ScriptedChannel, make_engine: Make) -> None:
     engine = make_engine(seed=1, lookup_s=0.0)
     engine.store("s", op("tokens", range(PER_CHUNK), 1))
     channel.holding = ("LookUpChunks",)
@@ -497,7 +497,7 @@ def test_locks_are_freed_chunk_by_chunk(
     engine.scheduler.free_lookup_locks(request_id="unknown")
 
 
-def test_the_end_of_a_session_frees_all(channel: ScriptedChannel, engine: Engine) -> None:
+def test_end_of_a_session_frees_all(channel: ScriptedChannel, engine: Engine) -> None:
     engine.store("s", op("tokens", range(2 * PER_CHUNK), 2))
     assert engine.hit("a", token_ids=prompt(2 * CHUNK)) == 2 * CHUNK
     engine.scheduler.free_lookup_locks(start=0, end=CHUNK, request_id="a")
@@ -571,7 +571,7 @@ def test_tokens_that_the_engine_changes_afterwards_are_looked_up_as_they_were(
     assert not channel.sessions
 
 
-def test_a_prompt_of_millions_of_tokens_is_looked_up_in_part(
+def test_prompt_of_millions_of_tokens_is_looked_up_in_part(
     channel: ScriptedChannel, engine: Engine
 ) -> None:
     asked_for: list[int] = []
@@ -648,7 +648,7 @@ def test_kv_is_copied_before_a_store_returns(make_engine: Make) -> None:
         assert torch.equal(other.blocks(range(PER_CHUNK)), truth)
 
 
-def test_a_load_waits_for_its_event(make_engine: Make) -> None:
+def test_load_waits_for_its_event(make_engine: Make) -> None:
     one, other = make_engine(seed=1), make_engine()
     one.store("a", WORK)
     event = Event()
@@ -737,7 +737,7 @@ def test_memory_through_which_a_gpu_stores_and_loads_is_page_locked(
     assert channel.locked_for == [device]
 
 
-def test_a_device_that_failed_neither_stores_nor_loads(
+def test_device_that_failed_neither_stores_nor_loads(
     streams: SimulatedStreams, engine: Engine
 ) -> None:
     streams.fail()
@@ -747,7 +747,7 @@ def test_a_device_that_failed_neither_stores_nor_loads(
     assert engine.worker.get_block_ids_with_load_errors() == set(range(PER_CHUNK))
 
 
-def test_a_failed_store_ends(channel: ScriptedChannel, engine: Engine) -> None:
+def test_failed_store_ends(channel: ScriptedChannel, engine: Engine) -> None:
     engine.store("probe", WORK)
     channel.refuses = {store.name for store in channel.stores}
     engine.store("a", WORK)
@@ -804,7 +804,7 @@ def test_any_error_of_a_copy_is_a_load_error(
     assert engine.load("a", work) == set(range(PER_CHUNK))
 
 
-def test_a_store_ends_when_the_server_dies(channel: ScriptedChannel, engine: Engine) -> None:
+def test_store_ends_when_the_server_dies(channel: ScriptedChannel, engine: Engine) -> None:
     channel.holding = ("Store",)
     engine.worker.submit_store_request("a", op("tokens", range(PER_CHUNK), 1), None)
     until(lambda: bool(channel.held))
@@ -815,7 +815,7 @@ def test_a_store_ends_when_the_server_dies(channel: ScriptedChannel, engine: Eng
     assert engine.worker.get_finished({"b"}) == ({"b"}, set())
 
 
-def test_a_server_that_hangs_ends_nothing_but_its_own_operations(
+def test_server_that_hangs_ends_nothing_but_its_own_operations(
     channel: ScriptedChannel, make_engine: Make
 ) -> None:
     engine = make_engine(seed=1, timeout_s=0.2)
@@ -858,7 +858,7 @@ def test_missing_chunks_are_load_errors(channel: ScriptedChannel, engine: Engine
     assert engine.worker.get_block_ids_with_load_errors() == set(ids)
 
 
-def test_a_lease_that_expired_is_a_load_error(channel: ScriptedChannel, engine: Engine) -> None:
+def test_lease_that_expired_is_a_load_error(channel: ScriptedChannel, engine: Engine) -> None:
     engine.store("s", WORK)
     event = Event()
     engine.worker.submit_retrieve_request("a", WORK, event)
@@ -882,9 +882,7 @@ def test_another_object_is_a_load_error(
     assert engine.load("a", work) == set(range(PER_CHUNK))
 
 
-def test_the_first_tokens_of_a_load_are_skipped(
-    channel: ScriptedChannel, make_engine: Make
-) -> None:
+def test_first_tokens_of_a_load_are_skipped(channel: ScriptedChannel, make_engine: Make) -> None:
     one, other = make_engine(seed=1), make_engine()
     ids = list(range(2 * PER_CHUNK))
     work = op("tokens", ids, 2)
@@ -901,7 +899,7 @@ def test_the_first_tokens_of_a_load_are_skipped(
     assert other.load("b", work) == set(ids[skipped:])
 
 
-def test_a_part_of_a_prompt(make_engine: Make) -> None:
+def test_part_of_a_prompt(make_engine: Make) -> None:
     one, other = make_engine(seed=1), make_engine()
     ids = list(range(3 * PER_CHUNK))
     one.worker.submit_store_request("s", op("tokens", ids[:PER_CHUNK], 1), None)

@@ -114,7 +114,7 @@ def test_tokens_are_on_the_shelf_and_hashes_are_not(node: ServeProcess, shelf: P
     assert torch.equal(torch.stack([kv[name][ids] for name in names()]), truth)
 
 
-def test_a_server_that_is_killed_and_comes_back(node: ServeProcess) -> None:
+def test_server_that_is_killed_and_comes_back(node: ServeProcess) -> None:
     ids = list(range(PER_CHUNK))
     with connect(node, 1) as engine:
         engine.store("a", op("tokens", ids, 1))
@@ -131,7 +131,7 @@ def test_a_server_that_is_killed_and_comes_back(node: ServeProcess) -> None:
         assert engine.hit("d", **asked("tokens", 1, seed=2)) == CHUNK
 
 
-def test_a_program_shares_chunks_through_the_server(node: ServeProcess) -> None:
+def test_program_shares_chunks_through_the_server(node: ServeProcess) -> None:
     """What an engine stores, a program retrieves over the same server, and the other way round."""
     ids = list(range(2 * PER_CHUNK))
     mapping = slots_of(ids, BLOCK, 0, 2 * CHUNK)
@@ -147,6 +147,6 @@ def test_a_program_shares_chunks_through_the_server(node: ServeProcess) -> None:
         assert engine.hit("b", **asked("tokens", 2, seed=1)) == 2 * CHUNK
 
 
-def test_a_cache_needs_a_server() -> None:
+def test_cache_needs_a_server() -> None:
     with pytest.raises(ConfigError, match="no node server is configured"):
         open_cache(Config(), facts())

@@ -73,7 +73,7 @@ def test_loads_are_named_once_when_the_last_has_ended() -> None:
     assert operations.take_loaded() == operations.take_failed_blocks() == set()
 
 
-def test_a_load_that_begins_again_is_named_for_both() -> None:
+def test_load_that_begins_again_is_named_for_both() -> None:
     operations = Operations()
     begin(operations, "a", store=False).expire()
     again = begin(operations, "a", store=False)
@@ -100,7 +100,7 @@ def test_operation_ends_with_its_last_part_and_names_the_chunks_of_failed_parts(
     assert ends == [failed]
 
 
-def test_an_operation_does_not_end_while_memory_is_accessed() -> None:
+def test_operation_does_not_end_while_memory_is_accessed() -> None:
     one, ends = operation({0: 1, 1: 1})
     assert one.acquire()
     one.expire()
@@ -125,7 +125,7 @@ def test_request_is_not_named_while_a_store_that_is_late_accesses_its_blocks() -
     assert operations.finished([]) == {"a"}
 
 
-def test_an_operation_ends_once_for_many_threads() -> None:
+def test_operation_ends_once_for_many_threads() -> None:
     one, ends = operation({0: 64})
     barrier = threading.Barrier(8)
 
@@ -145,7 +145,7 @@ def test_an_operation_ends_once_for_many_threads() -> None:
 
 
 @pytest.mark.parametrize("times", [1, 3])
-def test_a_finish_without_stores_is_named_at_once_and_once(times: int) -> None:
+def test_finish_without_stores_is_named_at_once_and_once(times: int) -> None:
     stores = Operations()
     assert stores.finished(["a"]) == {"a"}
     for _ in range(times):

@@ -113,7 +113,7 @@ def names_of(tokens: Sequence[int]) -> list[str]:
     ]
 
 
-def test_a_whole_shelf_there_and_back(tool: Tool, source: Path, tmp_path: Path) -> None:
+def test_whole_shelf_there_and_back(tool: Tool, source: Path, tmp_path: Path) -> None:
     before = contents(source), times(source)
     there, back = elsewhere(tool, tmp_path, "there"), tmp_path / "back"
     assert len(tool.copy(source, there)) == 2 * (OBJECTS + 1)

@@ -197,7 +197,7 @@ class _RcloneMount:
         _unmount(self.path)
 
 
-def test_a_mount_that_forgets_access_times_is_found_out(tmp_path: Path) -> None:
+def test_mount_that_forgets_access_times_is_found_out(tmp_path: Path) -> None:
     with _RcloneMount(tmp_path) as mount, closing(PosixBackend(mount.path)) as backend:
         backend.write("a/x", [b"x"])
         path = tmp_path / "source/a/x"
@@ -325,7 +325,7 @@ def _loads(shelf: Shelf, chunk: Any) -> bool:
 # ------------------------------------------------------------------------- what is known of them
 
 
-def test_a_mount_that_does_not_answer_is_found_without_asking_it(
+def test_mount_that_does_not_answer_is_found_without_asking_it(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     with mounted(tmp_path_factory.mktemp("frozen")) as mount:

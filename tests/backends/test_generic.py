@@ -187,7 +187,7 @@ def test_asynchronous_filesystem(later: GenericBackend) -> None:
 
 
 @pytest.mark.parametrize("code", [errno.EEXIST, errno.EINVAL])
-def test_a_put_that_does_not_replace(later: GenericBackend, monkeypatch: Any, code: int) -> None:
+def test_put_that_does_not_replace(later: GenericBackend, monkeypatch: Any, code: int) -> None:
     """Another writer publishes between the probe and the put."""
 
     def pipe_file(path: str, data: bytes, mode: str = "overwrite") -> None:
@@ -200,7 +200,7 @@ def test_a_put_that_does_not_replace(later: GenericBackend, monkeypatch: Any, co
     assert read_into(later, "a/x", memoryview(bytearray(9))) == 5
 
 
-def test_a_store_that_has_no_such_put(later: GenericBackend, monkeypatch: Any) -> None:
+def test_store_that_has_no_such_put(later: GenericBackend, monkeypatch: Any) -> None:
     modes = []
 
     def pipe_file(path: str, data: bytes, mode: str = "overwrite") -> None:

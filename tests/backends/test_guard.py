@@ -123,7 +123,7 @@ def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 @pytest.mark.parametrize("rig", [NEVER], indirect=True)
-def test_a_storage_that_fails_is_not_asked_any_more(
+def test_storage_that_fails_is_not_asked_any_more(
     rig: Rig, caplog: pytest.LogCaptureFixture
 ) -> None:
     rig.faults.add(Fault("open", error=eio))
@@ -263,7 +263,7 @@ def test_guard_that_is_closed_has_no_thread_and_one_unwatched_tells_nobody(rig: 
     until(lambda: not any(thread.is_alive() for thread in threads))
 
 
-def test_a_trial_that_fails_after_another_worked_does_not_stop_it_again() -> None:
+def test_trial_that_fails_after_another_worked_does_not_stop_it_again() -> None:
     told: list[str] = []
     breaker = Breaker(["read"], Backoff(0.0, 60.0), lambda _, reason: told.append(reason))
     breaker.trip("broken")
@@ -275,7 +275,7 @@ def test_a_trial_that_fails_after_another_worked_does_not_stop_it_again() -> Non
     assert told == ["broken", ""]
 
 
-def test_the_backoff_grows_up_to_a_bound_and_differs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_backoff_grows_up_to_a_bound_and_differs(monkeypatch: pytest.MonkeyPatch) -> None:
     now = make_clock(monkeypatch)
     seen: set[float] = set()
     numbers_of_the_program = random.getstate()
@@ -382,7 +382,7 @@ def test_too_many_stuck_threads_open_it_whatever_else_goes_well(rig: Rig) -> Non
 
 @pytest.mark.long
 @pytest.mark.parametrize("operation", ["*", "close"])
-def test_a_frozen_storage_is_asked_by_few_threads_and_used_when_it_thaws(
+def test_frozen_storage_is_asked_by_few_threads_and_used_when_it_thaws(
     rig: Rig, monkeypatch: pytest.MonkeyPatch, operation: str
 ) -> None:
     monkeypatch.setattr(trials, "_MOST", 2)
@@ -456,7 +456,7 @@ def test_nothing_is_asked_while_no_thread_can_watch_over_it(
     assert rig.guard._thread.is_alive()
 
 
-def test_a_rest_ends_though_no_thread_could_watch_when_it_began(
+def test_rest_ends_though_no_thread_could_watch_when_it_began(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with none_can_be_started(monkeypatch, "kvshelf-"):
@@ -627,7 +627,7 @@ def test_each_object_that_is_read_whole_is_a_success(rig: Rig, whole: Whole) -> 
     assert not rig.guard._calls
 
 
-def test_a_storage_that_fails_to_read_whole_objects_is_not_asked_any_more(
+def test_storage_that_fails_to_read_whole_objects_is_not_asked_any_more(
     rig: Rig, whole: Whole
 ) -> None:
     whole.answer = eio()

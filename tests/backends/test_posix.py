@@ -235,7 +235,7 @@ def test_shelf_deleted_while_running(backend: PosixBackend, root: Path) -> None:
     assert (files(root), files(root.parent / "old")) == ({"a/y", "a/z"}, {"a/b/x"})
 
 
-def test_a_deleted_shelf_below_folders_that_may_not_be_looked_at(
+def test_deleted_shelf_below_folders_that_may_not_be_looked_at(
     backend: PosixBackend, root: Path, monkeypatch: Any
 ) -> None:
     backend.write("a/x", [b"1"])
@@ -976,7 +976,7 @@ def test_call_while_another_filesystem_is_at_the_root_fails(
         assert backend.stat(["a/x", "new/y"]) == [1, 1]
 
 
-def test_a_folder_that_is_not_made_delays_no_other(
+def test_folder_that_is_not_made_delays_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     backend, gate, mkdir = PosixBackend(tmp_path), threading.Event(), os.mkdir
@@ -1019,7 +1019,7 @@ def test_deletion_that_is_refused_ends_in_an_answer_or_its_own_error(
     assert (tmp_path / "o").exists() is (found == "file")
 
 
-def test_the_root_is_entered_before_it_is_looked_at(
+def test_root_is_entered_before_it_is_looked_at(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only that mounts a direct map of autofs; what is seen before is another filesystem."""

@@ -311,7 +311,7 @@ def test_no_credentials_at_all(client: str) -> None:
         open_backend(f"s3://{BUCKET}/x", storage_options=options)
 
 
-def test_a_chain_of_credentials_that_ends_at_a_dead_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chain_of_credentials_that_ends_at_a_dead_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("no_proxy", "NO_PROXY", "AWS_EC2_METADATA_DISABLED"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("http_proxy", "http://user:hunter2@127.0.0.1:9")

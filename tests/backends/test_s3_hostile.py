@@ -66,7 +66,7 @@ def settled(store: ScriptedS3) -> bool:
 
 @pytest.mark.long
 @pytest.mark.usefixtures("soon")
-def test_a_listing_without_end_ends_with_an_error(store: ScriptedS3, bucket: Any) -> None:
+def test_listing_without_end_ends_with_an_error(store: ScriptedS3, bucket: Any) -> None:
     numbers = count()
     store.script = lambda _: page(folder(f"f{next(numbers)}"), token="more")
     with pytest.raises(PermanentStorageError, match="did not end within"):
@@ -101,7 +101,7 @@ def test_listing_with_no_answer_at_all_may_pass(
 
 @pytest.mark.long
 @pytest.mark.usefixtures("soon")
-def test_the_other_client_ends_listings_too(store: ScriptedS3) -> None:
+def test_other_client_ends_listings_too(store: ScriptedS3) -> None:
     """As those of other object stores do."""
     pytest.importorskip("s3fs", reason="s3fs is missing: pip install s3fs")
     other = store.open("", client="s3fs")
@@ -123,7 +123,7 @@ def test_the_other_client_ends_listings_too(store: ScriptedS3) -> None:
 
 
 @pytest.mark.usefixtures("soon")
-def test_an_engine_goes_on_with_its_own_folder(store: ScriptedS3) -> None:
+def test_engine_goes_on_with_its_own_folder(store: ScriptedS3) -> None:
     with Shelf(store.open("")) as shelf:
         store.script = lambda _: page(folder("a"), token="more")
         view = shelf.view(ObjectFormat(namespace()))
@@ -137,7 +137,7 @@ def test_an_engine_goes_on_with_its_own_folder(store: ScriptedS3) -> None:
 
 @pytest.mark.parametrize("size", [0, 1])
 @pytest.mark.parametrize("names", [1, 3, 1000, 1500])
-def test_a_listing_that_repeats_itself_is_noticed(
+def test_listing_that_repeats_itself_is_noticed(
     store: ScriptedS3, bucket: Any, names: int, size: int
 ) -> None:
     rows = [row(f"a/{number}", size) for number in range(names)]
@@ -162,7 +162,7 @@ def test_markers_of_folders_are_no_disorder(store: ScriptedS3, bucket: Any) -> N
     assert not set(bucket.quirks)
 
 
-def test_a_listing_in_any_order_is_read_to_its_end(store: ScriptedS3, bucket: Any) -> None:
+def test_listing_in_any_order_is_read_to_its_end(store: ScriptedS3, bucket: Any) -> None:
     names = [f"a/{number:02}/x" for number in range(20)]
     store.script = lambda _: page("".join(map(row, names[10:] + names[:10])))
     for _ in range(2):

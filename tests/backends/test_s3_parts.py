@@ -126,7 +126,7 @@ def test_small_objects_say_nothing_of_a_connection(far: Far) -> None:
             assert far.gets(read) == PARTS
 
 
-def test_a_connection_that_is_slow_is_noticed() -> None:
+def test_connection_that_is_slow_is_noticed() -> None:
     rate = Rate()
     assert not rate.is_slow
     for _ in range(20):
@@ -158,7 +158,7 @@ def test_damage_in_any_part_is_found(far: Far, place: int | None, size: int) -> 
     assert far.is_whole_again()
 
 
-def test_an_object_that_is_gone_is_missing(far: Far) -> None:
+def test_object_that_is_gone_is_missing(far: Far) -> None:
     delete_one(far.backend, far.name)
     with pytest.raises(ObjectMissingError):
         far.load()
@@ -166,7 +166,7 @@ def test_an_object_that_is_gone_is_missing(far: Far) -> None:
 
 
 @pytest.mark.parametrize("error", [ValueError("7 bytes came"), ConnectionResetError("reset")])
-def test_a_range_that_does_not_come_is_read_again_with_all_of_the_object(
+def test_range_that_does_not_come_is_read_again_with_all_of_the_object(
     far: Far, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     """But where nothing comes at all, that is an error of the storage."""

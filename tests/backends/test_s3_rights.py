@@ -84,7 +84,7 @@ def blob(tokens: Sequence[int]) -> BlobKV:
     return BlobKV(torch.ones(2, 2, len(tokens), 64, dtype=torch.bfloat16))
 
 
-def test_the_policies_allow_exactly_what_is_asked_for(store: ScriptedS3, tmp_path: Path) -> None:
+def test_policies_allow_exactly_what_is_asked_for(store: ScriptedS3, tmp_path: Path) -> None:
     """Store, look up, load, repair, list and copy: all that engines and people do."""
     tokens, options = prompt(0, 3), store.options()
     with (

@@ -220,7 +220,7 @@ def test_option_for_who_pays_goes_with_each_request(
     assert payers == {"requester"}
 
 
-def test_a_checksum_that_the_environment_wants_cannot_be_left_out(
+def test_checksum_that_the_environment_wants_cannot_be_left_out(
     servers: tuple[ScriptedS3, ScriptedS3], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AWS_CHECKSUM_ALGORITHM", "SHA256")
@@ -296,7 +296,7 @@ def test_what_is_not_in_the_options_comes_from_elsewhere(
     assert f"{found.endpoint} {found.region} {found.style} {source}" == expected
 
 
-def test_a_profile_brings_its_keys_to_its_endpoint(
+def test_profile_brings_its_keys_to_its_endpoint(
     servers: tuple[ScriptedS3, ScriptedS3], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     configured, other = servers
@@ -333,7 +333,7 @@ def test_keys_are_good_for_minutes_and_those_of_a_role_are_not_read_again() -> N
     assert len(made) == 1
 
 
-def test_an_endpoint_may_begin_with_the_bucket() -> None:
+def test_endpoint_may_begin_with_the_bucket() -> None:
     style = {"config_kwargs": {"s3": {"addressing_style": "virtual"}}}
     for host, url in {"h": "https://b.h", "b.h": "https://b.h"}.items():
         options = {"anon": True, **style, "endpoint_url": f"https://{host}"}

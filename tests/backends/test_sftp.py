@@ -64,20 +64,20 @@ class TestSFTP(BackendSuite):
         return _FolderOnlyOracle(server.folder / prefix)
 
 
-def test_a_wrong_password_is_told_and_not_shown(server: SFTPServer) -> None:
+def test_wrong_password_is_told_and_not_shown(server: SFTPServer) -> None:
     with pytest.raises(PermanentStorageError, match="opening the shelf failed") as caught:
         opened(server, "x", password="wrong-wrong-wrong")
     for secret in (PASSWORD, "wrong-wrong-wrong"):
         assert secret not in str(caught.value)
 
 
-def test_a_dead_server_is_told_and_tried_again() -> None:
+def test_dead_server_is_told_and_tried_again() -> None:
     options = {"port": free_port(), "username": "u", "password": "pass-word"}
     with pytest.raises(TransientStorageError):
         open_backend("sftp://127.0.0.1/x", storage_options=options)
 
 
-def test_a_server_that_dies_and_comes_back(tmp_path: Path) -> None:
+def test_server_that_dies_and_comes_back(tmp_path: Path) -> None:
     port = free_port()
     with sftp_server(tmp_path, port) as server:
         backend = opened(server, "kv")
@@ -95,7 +95,7 @@ def test_a_server_that_dies_and_comes_back(tmp_path: Path) -> None:
             assert backend.write("a/z", [b"12"]) is WriteResult.CREATED
 
 
-def test_a_folder_that_takes_no_writes(server: SFTPServer, monkeypatch: Any) -> None:
+def test_folder_that_takes_no_writes(server: SFTPServer, monkeypatch: Any) -> None:
     import asyncssh
 
     def refuse(*args: Any, **kwargs: Any) -> Any:

@@ -86,7 +86,7 @@ def root() -> Iterator[Path]:
     shutil.rmtree(folder)
 
 
-def test_a_shelf_for_everybody(root: Path) -> None:
+def test_shelf_for_everybody(root: Path) -> None:
     root.chmod(0o777)
     assert as_user(FIRST, root, "write", "touch own") == ["created", "touched"]
     (root / "a/own").rename(root / "a/x")
@@ -106,7 +106,7 @@ def test_a_shelf_for_everybody(root: Path) -> None:
     assert as_user(SECOND, root, "delete left", "delete", "entries") == [True, True, ["a/own"]]
 
 
-def test_a_shelf_in_which_each_may_delete_only_their_own(root: Path) -> None:
+def test_shelf_in_which_each_may_delete_only_their_own(root: Path) -> None:
     root.chmod(0o1777)
     assert as_user(FIRST, root, "write") == ["created"]
     (root / "a/own").rename(root / "a/x")
@@ -115,7 +115,7 @@ def test_a_shelf_in_which_each_may_delete_only_their_own(root: Path) -> None:
     ]
 
 
-def test_a_shelf_that_others_only_read(root: Path) -> None:
+def test_shelf_that_others_only_read(root: Path) -> None:
     root.chmod(0o755)
     assert as_user(FIRST, root, "write") == ["created"]
     (root / "a/own").rename(root / "a/x")

@@ -95,7 +95,7 @@ def test_what_was_not_used_for_max_age_goes_and_nothing_else(place: Place) -> No
     assert place.objects() == set(used) and old
 
 
-def test_a_group_has_a_quota_and_pushes_out_no_other(place: Place) -> None:
+def test_group_has_a_quota_and_pushes_out_no_other(place: Place) -> None:
     mine = [salted(chunk, GROUP) for chunk in chunks(20)]
     place.put(FMT, mine, age=HOUR)
     others = place.put(FMT, [salted(chunk, "cd" * 8) for chunk in chunks(9)], age=9 * HOUR)
@@ -180,7 +180,7 @@ def test_ages_pause_while_clocks_differ_and_bounds_hold(
     assert place.counters.gauges()["clock_difference_seconds"] >= 2 * HOUR
 
 
-def test_a_folder_that_cannot_be_listed_is_named_and_the_rest_is_bounded(
+def test_folder_that_cannot_be_listed_is_named_and_the_rest_is_bounded(
     place: Place, caplog: pytest.LogCaptureFixture
 ) -> None:
     names = place.put(FMT, chunks(40), age=HOUR)
@@ -247,7 +247,7 @@ def test_who_may_not_delete_says_so_once_and_tries_again_in_an_hour(
     assert not evictor.allows(SIZE)
 
 
-def test_an_error_of_its_own_lifts_no_bound(
+def test_error_of_its_own_lifts_no_bound(
     place: Place, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     place.put(FMT, chunks(9), age=HOUR)
@@ -263,7 +263,7 @@ def test_an_error_of_its_own_lifts_no_bound(
 # ----------------------------------------------------------------------------- stores
 
 
-def test_an_end_while_it_works_is_no_error(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_end_while_it_works_is_no_error(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     evictor, end = place.evictor(max_bytes=SIZE), threading.Event()
     monkeypatch.setattr(evictor, "_look_at_space", lambda: setattr(evictor, "_end", end))
     assert evictor._turn() is not None
@@ -291,7 +291,7 @@ def test_what_is_in_use_stays_where_the_rest_of_the_shelf_changes(
     assert fleet.storage.entry(used) is not None
 
 
-def test_a_store_that_ends_during_a_visit_makes_no_visit_vain(
+def test_store_that_ends_during_a_visit_makes_no_visit_vain(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     evictor = place.evictor(max_bytes=10 * SIZE)
@@ -417,7 +417,7 @@ def fill(fleet: Fleet, count: int, age: float) -> None:
 
 
 @pytest.mark.long
-def test_a_store_on_a_disk_nearly_full_is_paid_for_by_the_oldest(
+def test_store_on_a_disk_nearly_full_is_paid_for_by_the_oldest(
     fleet: Fleet, caplog: pytest.LogCaptureFixture
 ) -> None:
     fill(fleet, 1000, 2 * HOUR)
@@ -603,7 +603,7 @@ def test_keepers_know_how_many_they_are_and_the_storage_s_time() -> None:
     assert keepers.bounds(said) == {"max_bytes": 5}, "the smallest, and none without an end"
 
 
-def test_a_keeper_that_is_gone_counts_for_ten_minutes(fleet: Fleet) -> None:
+def test_keeper_that_is_gone_counts_for_ten_minutes(fleet: Fleet) -> None:
     one, other = (fleet.add(0.1, max_bytes=GIB) for _ in range(2))
     fleet.run(400)
     assert one.evictor.budget.keepers == other.evictor.budget.keepers == 2
@@ -765,7 +765,7 @@ def test_full_bucket_is_not_said_to_have_bytes_free(
     assert "a store is dropped" in caplog.text and "bytes are free" not in caplog.text
 
 
-def test_a_slow_writer_stays_below_the_bound_of_a_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_writer_stays_below_the_bound_of_a_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
     """It writes less between two of its markers than it may between two visits."""
     monkeypatch.setattr(simulated, "STEP", 1.0)
     fleet = Fleet(monkeypatch, S3)
@@ -783,7 +783,7 @@ def test_chunks_of_many_objects_are_kept_or_deleted_whole(fleet: Fleet) -> None:
     assert len(names) == 8 * len({name.split("-")[-3] for name in names})
 
 
-def test_the_smallest_bound_holds_and_who_has_none_deletes_nothing(fleet: Fleet) -> None:
+def test_smallest_bound_holds_and_who_has_none_deletes_nothing(fleet: Fleet) -> None:
     small = fleet.add(1.0, max_bytes=100 * MIB)
     large = fleet.add(max_bytes=10 * GIB)
     fleet.run(300)
@@ -816,7 +816,7 @@ def test_tails_of_hand_overs_go_within_their_second_hour_on_s3(
     assert fleet.chunks() == 0
 
 
-def test_a_listing_that_fails_in_its_midst_is_that_of_another_visit(
+def test_listing_that_fails_in_its_midst_is_that_of_another_visit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     fleet = Fleet(monkeypatch, S3)

@@ -162,7 +162,7 @@ hostile_files = pytest.mark.parametrize("hostile", HOSTILE, ids=lambda one: one.
 
 
 @hostile_files
-def test_a_keeper_keeps_its_bound_beside_one_file(
+def test_keeper_keeps_its_bound_beside_one_file(
     tmp_path: Path, hostile: Callable[[Path], None], caplog: pytest.LogCaptureFixture
 ) -> None:
     """Of ten chunks stay what its own bound allows, and not many fewer."""

@@ -21,7 +21,7 @@ def test_all_is_done_once(threads: int) -> None:
 
 
 @pytest.mark.parametrize("threads", [0, 4])
-def test_the_first_error_ends_all(threads: int) -> None:
+def test_first_error_ends_all(threads: int) -> None:
     stop = threading.Event()
 
     def work(item: int) -> None:

@@ -95,7 +95,7 @@ def test_caches_of_all_kinds_record_on_one_thread(tmp_path: Path) -> None:
         until(lambda: not recorders())
 
 
-def test_a_cache_that_is_opened_records_uses(tmp_path: Path) -> None:
+def test_cache_that_is_opened_records_uses(tmp_path: Path) -> None:
     config = Config(shared_storage_path=str(tmp_path), chunk_size=CHUNK)
     with ChunkCache.open(config, facts()) as cache:
         fill(cache, full=5, windows=0, states=())

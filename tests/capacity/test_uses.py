@@ -100,11 +100,11 @@ def place(tmp_path: Path) -> Iterator[Place]:
     ("max_age", "expected"),
     [(None, 3600), (30 * DAY, 3600), (8 * 3600, 3600), (4000, 500), (300, 60), (1, 60)],
 )
-def test_the_resolution_follows_from_the_age(max_age: float | None, expected: float) -> None:
+def test_resolution_follows_from_the_age(max_age: float | None, expected: float) -> None:
     assert resolution(max_age) == expected
 
 
-def test_a_use_is_recorded_again_when_it_is_of_use(place: Place) -> None:
+def test_use_is_recorded_again_when_it_is_of_use(place: Place) -> None:
     with closing(place.uses(max_age=4800.0)) as uses:
         for seconds, expected in [(0, 4), (300, 4), (200, 4), (101, 8), (1, 8)]:
             time.sleep(seconds)
@@ -162,7 +162,7 @@ def test_use_of_an_object_that_hangs_or_fails_takes_no_other_with_it(
 
 
 @pytest.mark.long
-def test_a_storage_that_hangs_holds_up_no_engine(
+def test_storage_that_hangs_holds_up_no_engine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(limits, "MOST_WAITING", 600)

@@ -85,7 +85,7 @@ def place(tmp_path: Path) -> Place:
         (HOUR, None, None, False, HOUR),
     ],
 )
-def test_the_last_use(
+def test_last_use(
     mtime: float, atime: float | None, ctime: float | None, shared: bool, expected: float
 ) -> None:
     times = [None if time is None else NOW + time for time in (atime, ctime)]
@@ -93,7 +93,7 @@ def test_the_last_use(
     assert last_use(info, NOW, shared=shared) == NOW + expected
 
 
-def test_the_oldest_goes_first_what_was_never_used_sooner_and_ends_before_beginnings() -> None:
+def test_oldest_goes_first_what_was_never_used_sooner_and_ends_before_beginnings() -> None:
     order = [
         unit(NOW - 600, index=0),  # never used: as if 1200 s old
         unit(NOW - 1100, index=9, hit=True),
@@ -198,7 +198,7 @@ def test_slices_of_a_round_are_the_whole_shelf(seed: int, at_once: int) -> None:
     assert sorted(whole) == sorted(names)
 
 
-def test_a_small_namespace_is_asked_for_in_its_own_slice_only() -> None:
+def test_small_namespace_is_asked_for_in_its_own_slice_only() -> None:
     storage = MemoryStorage()
     for number in range(300):
         storage.put(f"m-{number:016x}/_/aa/{'aa' * 32}-0-0of1.safetensors", 1)
@@ -381,7 +381,7 @@ def test_what_a_command_chose_is_not_looked_at_again(place: Place) -> None:
     assert not place.objects()
 
 
-def test_a_refusal_is_told_and_many_end_the_deletion(place: Place) -> None:
+def test_refusal_is_told_and_many_end_the_deletion(place: Place) -> None:
     place.put(FMT, chunks(100), age=DAY)
     place.faults.add(Fault("delete", error=PermanentStorageError(errno.EPERM, "no", "x")))
     outcome = delete(place.backend, [(one, Reason.SIZE) for one in picked(place)], now=place.now)

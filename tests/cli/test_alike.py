@@ -44,7 +44,7 @@ def _without_times(text: str) -> str:
 
 @pytest.mark.long
 @pytest.mark.parametrize("form", [FOLDER[:-1], FOLDER[-16:-14], FOLDER[-16:], f"{FOLDER}/"])
-def test_a_namespace_is_named_by_a_beginning(shelf: Path, prompts: Path, form: str) -> None:
+def test_namespace_is_named_by_a_beginning(shelf: Path, prompts: Path, form: str) -> None:
     fill(shelf, hybrid(), prompt(0, 2))
     for name, *more in (
         ["verify", shelf],
@@ -57,7 +57,7 @@ def test_a_namespace_is_named_by_a_beginning(shelf: Path, prompts: Path, form: s
         assert _without_times(done(name, *more, "-n", form).stdout) == _without_times(whole)
 
 
-def test_a_name_that_may_be_several_is_told(shelf: Path, prompts: Path) -> None:
+def test_name_that_may_be_several_is_told(shelf: Path, prompts: Path) -> None:
     fill(shelf, hybrid(), prompt(0, 2))
     folders = [namespace().folder, hybrid().folder]
     begin = folders[0][:1]
@@ -117,7 +117,7 @@ def opened_for_changes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.parametrize("arguments", DRY, ids=" ".join)
-def test_a_dry_run_changes_nothing(
+def test_dry_run_changes_nothing(
     shelf: Path, prompts: Path, opened_for_changes: list[str], arguments: list[str]
 ) -> None:
     if "--remove" in arguments:
@@ -168,7 +168,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("line", "told"), REFUSED, ids=[line for line, _ in REFUSED])
-def test_a_command_line_that_cannot_be_used_is_refused_and_changes_nothing(
+def test_command_line_that_cannot_be_used_is_refused_and_changes_nothing(
     shelf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, told: str
 ) -> None:
     monkeypatch.setattr("kvshelf.vllm.seeding.OfflineEngine", pytest.fail)
@@ -227,7 +227,7 @@ def test_each_object_has_errors_also_when_a_command_fails_midway(
     assert len(result.stdout.splitlines()) == 1
 
 
-def test_an_error_has_the_name_of_what_is_bad(shelf: Path) -> None:
+def test_error_has_the_name_of_what_is_bad(shelf: Path) -> None:
     damaged = next(shelf.rglob("*.safetensors"))
     damaged.write_bytes(b"x" * damaged.stat().st_size)
     name = str(damaged.relative_to(shelf))
@@ -277,7 +277,7 @@ def test_folder_that_cannot_be_listed_is_told_in_one_line_and_the_rest_is_done(
 
 
 @pytest.mark.parametrize("name", ["gc", "rm"])
-def test_an_interrupted_deletion_tells_what_was_done(
+def test_interrupted_deletion_tells_what_was_done(
     shelf: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     def stop(*_: object, **__: object) -> None:

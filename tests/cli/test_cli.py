@@ -171,7 +171,7 @@ def test_import_of_vllm_for_a_tokenizer_is_announced_unless_quiet(
     assert quiet.stderr == "kvshelf: no such model\n"
 
 
-def test_the_first_error_is_told_and_breakers_are_silent(
+def test_first_error_is_told_and_breakers_are_silent(
     shelf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object, **__: object) -> None:
@@ -193,7 +193,7 @@ def show(path: Path, *arguments: object) -> Result:
     return run("verify", path.parents[3], path, "--long", *arguments)
 
 
-def test_an_object_is_named_by_path_name_url_and_key(unchanged: Path) -> None:
+def test_object_is_named_by_path_name_url_and_key(unchanged: Path) -> None:
     path = an_object(unchanged)
     name = str(path.relative_to(unchanged))
     for given, count in ((path, 1), (name, 1), (f"file://{path}", 1), (path.name[:8], 2)):
@@ -417,7 +417,7 @@ def test_doctor_notices_that_vllm_would_not_find_the_connector(
 # ----------------------------------------------------------------------------------- whole
 
 
-def test_the_version_and_the_exit_codes_are_told() -> None:
+def test_version_and_the_exit_codes_are_told() -> None:
     assert run("--version").stdout.strip() == f"kvshelf {kvshelf.__version__}"
     text = " ".join(run("--help").stdout.split())
     for code, meaning in EXIT_CODES.items():

@@ -47,21 +47,21 @@ def completed(line: str, shell: str = "bash") -> list[str]:
     return done.stdout.split()
 
 
-def test_the_shell_completes_commands_and_options() -> None:
+def test_shell_completes_commands_and_options() -> None:
     assert set(completed("kvshelf ")) >= set(all_commands())
     assert set(completed("kvshelf ver")) == {"verify"}
     assert set(completed("kvshelf verify --re")) == {"--repair"}
     assert set(completed("kvshelf ls --by ")) == {"namespace", "group", "age"}
 
 
-def test_the_shell_completes_namespaces(tmp_path: Path) -> None:
+def test_shell_completes_namespaces(tmp_path: Path) -> None:
     fill(tmp_path, namespace(), prompt(0, 1))
     assert completed(f"kvshelf ls {tmp_path} -n {FOLDER[:3]}") == [FOLDER]
     assert completed(f"kvshelf ls {tmp_path}/typo -n ") == []
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_the_script_for_a_shell(shell: str) -> None:
+def test_script_for_a_shell(shell: str) -> None:
     env = os.environ | {"_KVSHELF_COMPLETE": f"source_{shell}"}
     done = process(sys.executable, "-m", "kvshelf", env=env)
     assert "_KVSHELF_COMPLETE" in done.stdout
@@ -70,7 +70,7 @@ def test_the_script_for_a_shell(shell: str) -> None:
 # ------------------------------------------------------------------------------ all commands
 
 
-def test_the_help_of_each_command_has_an_example_that_it_takes() -> None:
+def test_help_of_each_command_has_an_example_that_it_takes() -> None:
     assert " ".join(all_commands()) == "ls verify explain copy gc rm pin seed serve doctor"
     for name, command in all_commands().items():
         shown = " ".join(run(name, "-h", env={"COLUMNS": "200"}).stdout.split())
@@ -132,7 +132,7 @@ def _comparable(line: str) -> Any:
     return without(json.loads(line))
 
 
-def test_an_interrupt_has_a_code_of_its_own(tmp_path: Path) -> None:
+def test_interrupt_has_a_code_of_its_own(tmp_path: Path) -> None:
     """And says how to go on."""
     root = tmp_path / "shelf"
     fill(root, namespace(), prompt(0, 40))
@@ -170,7 +170,7 @@ def test_an_interrupt_has_a_code_of_its_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("module", ["kvshelf.cli.app", "kvshelf.cli.ls", "kvshelf.tools.usage"])
-def test_an_interrupt_of_an_import_is_one_line(tmp_path: Path, module: str) -> None:
+def test_interrupt_of_an_import_is_one_line(tmp_path: Path, module: str) -> None:
     code = (
         "import sys\n"
         "class Interrupt:\n"
@@ -185,7 +185,7 @@ def test_an_interrupt_of_an_import_is_one_line(tmp_path: Path, module: str) -> N
     assert (done.returncode, done.stderr) == (130, "kvshelf: interrupted\n")
 
 
-def test_an_interrupt_that_an_import_would_swallow_ends_doctor(tmp_path: Path) -> None:
+def test_interrupt_that_an_import_would_swallow_ends_doctor(tmp_path: Path) -> None:
     code = (
         "import contextlib, os, signal, sys\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
@@ -207,7 +207,7 @@ def test_an_interrupt_that_an_import_would_swallow_ends_doctor(tmp_path: Path) -
     [(">&-", "standard output is closed"), ("> /dev/full", "standard output cannot be written")],
 )
 @pytest.mark.parametrize("arguments", ["ls {}", "--help"])
-def test_a_standard_output_that_takes_nothing_is_one_line(
+def test_standard_output_that_takes_nothing_is_one_line(
     tmp_path: Path, how: str, told: str, arguments: str
 ) -> None:
     command = f"{sys.executable} -m kvshelf {arguments.format(tmp_path)} {how}"
@@ -216,7 +216,7 @@ def test_a_standard_output_that_takes_nothing_is_one_line(
     assert done.stderr.startswith(f"kvshelf: {told}") and done.stderr.count("\n") == 1
 
 
-def test_a_reader_that_has_seen_enough_is_no_error(tmp_path: Path) -> None:
+def test_reader_that_has_seen_enough_is_no_error(tmp_path: Path) -> None:
     fill(tmp_path, namespace(), prompt(0, 1))
     command = f"{sys.executable} -m kvshelf ls {tmp_path} | true"
     done = process("bash", "-o", "pipefail", "-c", command)

@@ -55,7 +55,7 @@ def test_gc_deletes_what_its_dry_run_shows(place: Place) -> None:
     assert "--yes" not in again.stdout
 
 
-def test_a_pin_ends_by_the_clock_that_is_behind(
+def test_pin_ends_by_the_clock_that_is_behind(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pin = Pin(namespace=namespace().folder, until=time.time() + 600)

@@ -285,7 +285,7 @@ def test_any_command_line_without_yes_ends_by_a_documented_code_and_changes_noth
     assert {path: path.lstat().st_mtime_ns for path in shelf.parent.rglob("*")} == before
 
 
-def test_a_repair_and_a_copy_of_an_absurd_shelf(tmp_path: Path) -> None:
+def test_repair_and_a_copy_of_an_absurd_shelf(tmp_path: Path) -> None:
     absurd(tmp_path / "shelf")
     check(run("verify", tmp_path / "shelf", "--repair", "--yes"))
     result = run("copy", tmp_path / "shelf", tmp_path / "target")

@@ -80,7 +80,7 @@ def test_prompts_that_nothing_has_need_a_namespace(place: Place, tmp_path: Path)
     )
 
 
-def test_a_namespace_and_a_group_are_pinned_for_a_time(place: Place) -> None:
+def test_namespace_and_a_group_are_pinned_for_a_time(place: Place) -> None:
     folder, group = namespace().folder, salt_group_of("tenant")
     assert place.run("pin", "model", "-n", folder).stdout == f"pin model: all of {folder}\n"
     assert place.run("pin", "tenant", "--group", group).exit_code == 0
@@ -93,7 +93,7 @@ def test_a_namespace_and_a_group_are_pinned_for_a_time(place: Place) -> None:
     assert all(pin.keys is None for pin in pins.values())
 
 
-def test_a_name_is_taken_once(place: Place) -> None:
+def test_name_is_taken_once(place: Place) -> None:
     assert place.run("pin", "a", "--group", "_").exit_code == 0
     for more in ([], ["--dry-run"]):
         result = place.run("pin", "a", "-n", namespace().folder, *more)

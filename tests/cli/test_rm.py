@@ -55,7 +55,7 @@ def place(empty: Place) -> Place:
     return empty
 
 
-def test_a_namespace_goes_with_its_markers(place: Place) -> None:
+def test_namespace_goes_with_its_markers(place: Place) -> None:
     kept = {name for name in place.names() if name.startswith(OTHER.folder)}
     with place.open() as shelf:
         shelf.backend.write(f"{ONE.folder}/.kvshelf/gave-up/{'0' * 32}", [])
@@ -75,7 +75,7 @@ def test_a_namespace_goes_with_its_markers(place: Place) -> None:
         assert probe(shelf.backend, f"{OTHER.folder}/.kvshelf/gave-up/{'0' * 32}") == 0
 
 
-def test_a_salt_group_goes_in_all_namespaces_or_in_one(place: Place) -> None:
+def test_salt_group_goes_in_all_namespaces_or_in_one(place: Place) -> None:
     place.fill(OTHER, prompt(1, chunks=1), salt="tenant")
     group = salt_group_of("tenant")
     assert chosen(rm(place, "--group", group, "-n", ONE.folder)) == 4
@@ -136,7 +136,7 @@ def test_what_is_pinned_stays_unless_it_is_chosen(place: Place, tmp_path: Path) 
     assert not keys(place.names()) & keys_of(ONE, pinned)
 
 
-def test_a_pin_ends_by_the_clock_that_is_behind(
+def test_pin_ends_by_the_clock_that_is_behind(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert place.run("pin", "mine", "-n", ONE.folder, "--until", "10m").exit_code == 0

@@ -103,7 +103,7 @@ WAYS = {
 
 
 @pytest.mark.parametrize("way", variants(WAYS, {"links"}))
-def test_a_writer_killed_at_every_step(run: Kill, tmp_path: Path, way: str) -> None:
+def test_writer_killed_at_every_step(run: Kill, tmp_path: Path, way: str) -> None:
     left = 0
     for last in itertools.count():
         root = tmp_path / str(last)
@@ -123,7 +123,7 @@ def test_a_writer_killed_at_every_step(run: Kill, tmp_path: Path, way: str) -> N
     assert left > len(ITEMS)
 
 
-def test_a_writer_killed_at_every_step_of_a_repair(run: Kill, tmp_path: Path) -> None:
+def test_writer_killed_at_every_step_of_a_repair(run: Kill, tmp_path: Path) -> None:
     good = tmp_path / "good"
     with open_shelf(good) as shelf:
         store_all(shelf)
@@ -151,7 +151,7 @@ def test_a_writer_killed_at_every_step_of_a_repair(run: Kill, tmp_path: Path) ->
     assert last > 40
 
 
-def test_a_keeper_killed_at_every_step_of_a_visit(run: Kill, tmp_path: Path) -> None:
+def test_keeper_killed_at_every_step_of_a_visit(run: Kill, tmp_path: Path) -> None:
     good = tmp_path / "good"
     with open_shelf(good) as shelf:
         store_all(shelf)
@@ -195,7 +195,7 @@ def test_two_writers_killed_at_any_steps(run: Kill, tmp_path: Path) -> None:
     assert killed > 15
 
 
-def test_a_reader_killed_at_every_step_changes_nothing(run: Kill, tmp_path: Path) -> None:
+def test_reader_killed_at_every_step_changes_nothing(run: Kill, tmp_path: Path) -> None:
     root = tmp_path / "shelf"
     with open_shelf(root) as shelf:
         store_all(shelf)

@@ -163,7 +163,7 @@ def check_that_nothing_is_stored(engine: EngineStandIn, place: Path) -> None:
 
 @pytest.mark.parametrize("create", [True, False])
 @pytest.mark.parametrize("inside", [True, False])
-def test_an_unmounted_shelf_is_not_stored_on_the_disk_beneath(
+def test_unmounted_shelf_is_not_stored_on_the_disk_beneath(
     tmp_path: Path,
     create: bool,
     inside: bool,

@@ -38,7 +38,7 @@ def needed(kinds: tuple[Kind, ...], window: int, end: int) -> set[tuple[Kind, in
     st.dictionaries(st.sampled_from(KINDS), st.sets(st.integers(0, 11))),
     st.sets(st.integers(1, 12)).map(sorted),
 )
-def test_the_rule_is_the_definition(
+def test_rule_is_the_definition(
     kinds: tuple[Kind, ...], window: int, first: int, lost: dict[Kind, set[int]], ends: list[int]
 ) -> None:
     rule = HitRule.with_window(kinds, window, SIZE)
@@ -86,5 +86,5 @@ def test_the_rule_is_the_definition(
         ({}, HitRule(())),
     ],
 )
-def test_a_record_says_the_rule(record: Mapping[str, object], rule: HitRule) -> None:
+def test_record_says_the_rule(record: Mapping[str, object], rule: HitRule) -> None:
     assert HitRule.of(record) == rule

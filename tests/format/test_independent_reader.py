@@ -137,7 +137,7 @@ def fill_shelf(shelf: Path, fmt: ObjectFormat, chunk: Chunk, rng: Any) -> list[d
 
 
 @pytest.mark.parametrize("count", [16, 19])
-def test_a_reader_of_the_page_opens_a_state(count: int, tmp_path: Path) -> None:
+def test_reader_of_the_page_opens_a_state(count: int, tmp_path: Path) -> None:
     fmt = hybrid_format().of(STATE)
     tokens = [7 * n % 1000 for n in range(count)]
     chain = KeyChain(fmt.namespace.digest, fmt.chunk_size)
@@ -164,7 +164,7 @@ def test_a_reader_of_the_page_opens_a_state(count: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.real
-def test_the_example_shows_the_parts_of_a_state(tmp_path: Path) -> None:
+def test_example_shows_the_parts_of_a_state(tmp_path: Path) -> None:
     fmt = hybrid_format().of(STATE)
     (chunk,) = KeyChain(fmt.namespace.digest, fmt.chunk_size).extend(range(8))
     fill_shelf(tmp_path, fmt, chunk, np.random.default_rng(0))

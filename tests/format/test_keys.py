@@ -87,7 +87,7 @@ def test_keys_as_the_second_implementation_makes_them(
     items=ITEMS,
     data=st.data(),
 )
-def test_the_tail_of_a_part_of_a_prompt_is_that_of_a_prompt_that_ends_there(
+def test_tail_of_a_part_of_a_prompt_is_that_of_a_prompt_that_ends_there(
     tokens: list[int], chunk_size: int, items: list[tuple[str, int, int]], data: st.DataObject
 ) -> None:
     known = [MultimodalItem(*item) for item in items]
@@ -102,7 +102,7 @@ def test_the_tail_of_a_part_of_a_prompt_is_that_of_a_prompt_that_ends_there(
     assert whole.tokens == len(tokens)
 
 
-def test_a_tail_is_shorter_than_a_chunk_and_follows_chunks_that_are_known() -> None:
+def test_tail_is_shorter_than_a_chunk_and_follows_chunks_that_are_known() -> None:
     chain = KeyChain(bytes(32), 4)
     chain.extend(range(9))
     for index, tokens, problem in [
@@ -170,6 +170,6 @@ def test_chains_that_cannot_be_are_refused(arguments: dict[str, Any], error: typ
         KeyChain(**{"namespace_digest": bytes(32), "chunk_size": 4, **arguments})
 
 
-def test_a_salt_group_is_the_first_digits_of_the_salts_digest() -> None:
+def test_salt_group_is_the_first_digits_of_the_salts_digest() -> None:
     assert salt_group_of("tenant") == hashlib.sha256(b"tenant").hexdigest()[:16]
     assert salt_group_of("") == "_"

@@ -20,7 +20,7 @@ def chunk_of(fmt: ObjectFormat) -> Chunk:
     return KeyChain(fmt.namespace.digest, fmt.chunk_size).extend(range(fmt.chunk_size))[0]
 
 
-def test_an_unknown_kind_has_no_name() -> None:
+def test_unknown_kind_has_no_name() -> None:
     other: Any = "draft"
     with pytest.raises(ObjectNameError, match="draft"):
         object_name(Chunk(bytes(32), bytes(32), 0, 4), 0, 1, other)
@@ -138,7 +138,7 @@ def test_each_kind_of_a_chunk_has_a_key_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("name", ["own", "other"])
-def test_a_field_that_one_of_two_records_lacks_differs(name: str) -> None:
+def test_field_that_one_of_two_records_lacks_differs(name: str) -> None:
     short, long = Namespace(hybrid_record(), "a"), Namespace(hybrid_record(version="x"), "a")
     pair = (long, short) if name == "own" else (short, long)
     assert differing_fields(*pair) == ["version"]

@@ -60,7 +60,7 @@ def _items(record: dict[str, FieldValue], name: str) -> tuple[Any, ...]:
     return tuple(value)
 
 
-def test_the_options_of_a_configuration_decide_too() -> None:
+def test_options_of_a_configuration_decide_too() -> None:
     record = facts().namespace().record
     assert (record["chunk_size"], record["shards"]) == (256, 8)
     record = facts().namespace(chunk_size=100, shards=2, version="v").record
@@ -204,7 +204,7 @@ def test_rope_that_depends_on_the_longest_prompt_holds_its_length() -> None:
 
 @pytest.mark.parametrize("place", ["rope_parameters", "rope_scaling"])
 @pytest.mark.parametrize("kind", [{"rope_type": "longrope"}, {"type": "su"}])
-def test_the_longest_prompt_decides_only_which_factors_longrope_has(
+def test_longest_prompt_decides_only_which_factors_longrope_has(
     place: str, kind: dict[str, str]
 ) -> None:
     factors = {"short_factor": [1.0], "long_factor": [2.0]}

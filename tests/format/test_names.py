@@ -109,7 +109,7 @@ def test_foreign_names_are_not_objects(name: str) -> None:
     st.text(max_size=40)
     | st.from_regex(r"_/ab/(ab){32}-[0-9t]{1,4}(-window|-state)?-[0-9]of[0-9]\.safetensors")
 )
-def test_a_name_that_parses_is_spelled_as_we_spell_it(name: str) -> None:
+def test_name_that_parses_is_spelled_as_we_spell_it(name: str) -> None:
     parsed = parse_object_name(name)
     if parsed is not None:
         tail = parsed.tail_tokens

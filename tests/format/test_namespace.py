@@ -51,7 +51,7 @@ def test_namespaces_as_the_second_implementation_writes_them(record: dict[str, A
     assert again.record == namespace.record
 
 
-def test_the_documented_fields_are_those_of_the_code() -> None:
+def test_documented_fields_are_those_of_the_code() -> None:
     text = (Path(__file__).parents[2] / "docs" / "format.md").read_text()
     table = text.split("### Fields")[1].split("### Fingerprint")[0]
     rows = re.findall(r"^\| `(\w+)` \| ([\w\[\]]+) \|", table, re.MULTILINE)

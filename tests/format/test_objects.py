@@ -161,7 +161,7 @@ def test_golden_objects(file: str) -> None:
     assert image == golden
 
 
-def test_the_second_implementation_still_makes_the_vectors() -> None:
+def test_second_implementation_still_makes_the_vectors() -> None:
     vectors, files = reference.make()
     assert vectors == VECTORS
     for name, content in files.items():
@@ -576,7 +576,7 @@ def test_contradictions_are_refused(fields: dict[str, Any], message: str) -> Non
         make_format(**fields)
 
 
-def test_the_number_of_layers_must_agree() -> None:
+def test_number_of_layers_must_agree() -> None:
     record = make_format().namespace.record
     assert ObjectFormat(Namespace({**record, "layers": 3})).data_offset == 4096
     with pytest.raises(ConfigError, match="layers is 4"):

@@ -249,7 +249,7 @@ def rig(form: str = "bhnc-nhd", **options: object) -> Iterator[Rig]:
 
 
 @pytest.mark.parametrize("form", ["bhnc-nhd", "bhnc-hnd", "2bnhd", "b2nhd"])
-def test_a_chunk_comes_back(form: str) -> None:
+def test_chunk_comes_back(form: str) -> None:
     with rig(form) as made:
         for seed in range(8):
             slots = slots_of(made.pages, TOKENS, seed, skip=0)
@@ -281,7 +281,7 @@ def test_a_store_has_what_was_written_before_it_and_nothing_later() -> None:
             same(torch.stack(made.payloads), want)
 
 
-def test_a_load_comes_after_what_the_engine_had_enqueued() -> None:
+def test_load_comes_after_what_the_engine_had_enqueued() -> None:
     with rig() as made, torch.cuda.stream(torch.cuda.Stream(DEVICE)):
         for seed in range(8):
             slots = slots_of(made.pages, TOKENS, seed, skip=0)
@@ -314,7 +314,7 @@ def test_torch_copies_the_same_while_there_is_no_kernel(monkeypatch: pytest.Monk
     for form in FORMS:
         pages = pages_of(form)
         check(pages, slots_of(pages, 5))
-    test_a_chunk_comes_back("bhnc-hnd")
+    test_chunk_comes_back("bhnc-hnd")
 
 
 def test_nothing_touches_the_caches_of_an_engine_that_sleeps() -> None:
@@ -348,7 +348,7 @@ def test_memory_that_cannot_be_page_locked(monkeypatch: pytest.MonkeyPatch) -> N
         same(made.expected(slots), want)
 
 
-def test_a_chunk_cache_on_paged_caches(tmp_path: Path) -> None:
+def test_chunk_cache_on_paged_caches(tmp_path: Path) -> None:
     for package in ("pydantic_settings", "fsspec", "tvm_ffi", "safetensors", "xxhash"):
         if importlib.util.find_spec(package) is None:
             pytest.skip(f"{package} is not installed")

@@ -80,7 +80,7 @@ def pair(request: pytest.FixtureRequest) -> Iterator[tuple[list[torch.Tensor], K
     memory.close()
 
 
-def test_a_chunk_of_several_groups_goes_there_and_back(
+def test_chunk_of_several_groups_goes_there_and_back(
     pair: tuple[list[torch.Tensor], KVCache],
 ) -> None:
     caches, memory = pair
@@ -107,7 +107,7 @@ def test_a_chunk_of_several_groups_goes_there_and_back(
         assert torch.equal(cache, expected)
 
 
-def test_a_chunk_needs_the_slots_of_all_groups(
+def test_chunk_needs_the_slots_of_all_groups(
     pair: tuple[list[torch.Tensor], KVCache],
 ) -> None:
     _, memory = pair

@@ -44,7 +44,7 @@ def test_each_token_has_one_slot_on_one_rank(
 
 
 @pytest.mark.parametrize("interleave", [1, 3, 64])
-def test_a_single_rank_holds_all_tokens(interleave: int) -> None:
+def test_single_rank_holds_all_tokens(interleave: int) -> None:
     blocks = InterleavedBlocks(16, interleave=interleave)
     assert blocks.tokens == 16
     assert blocks.slots_of([3, 1], 5, 20).equal(slots_of([3, 1], 16, 5, 20))

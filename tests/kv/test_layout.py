@@ -39,7 +39,7 @@ def test_refused(make: object, message: str) -> None:
         make()
 
 
-def test_an_empty_cache_has_a_layout() -> None:
+def test_empty_cache_has_a_layout() -> None:
     layout = PagedLayout.from_mla(torch.empty(0, 16, 4))
     assert (layout.num_slots, layout.extent) == (0, 0)
 

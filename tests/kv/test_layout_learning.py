@@ -281,7 +281,7 @@ def test_any_permutation_is_learned(
     check_gather(found, learned.layout)
 
 
-def test_a_packing_without_a_name_is_named_by_its_digest() -> None:
+def test_packing_without_a_name_is_named_by_its_digest() -> None:
     positions = packed_positions("vec", 32, SIZE, 2)
     assert positions is not None
     reversed_ = positions.flip(2).contiguous()
@@ -442,7 +442,7 @@ def test_writers_that_are_not_what_they_seem_are_unknown(
     assert learned.reason
 
 
-def test_a_writer_that_adds_is_unknown() -> None:
+def test_writer_that_adds_is_unknown() -> None:
     assert changed(engine("LBNHC"), added).kind == "unknown"
 
 
@@ -469,7 +469,7 @@ def test_heads_that_differ_are_unknown() -> None:
         ({"head_size": SIZE // 2}, ""),
     ],
 )
-def test_a_cache_that_is_not_what_it_is_said_to_be_is_unknown(
+def test_cache_that_is_not_what_it_is_said_to_be_is_unknown(
     change: dict[str, object], words: str
 ) -> None:
     found = engine("LBNHC")
@@ -535,7 +535,7 @@ def test_another_layer_of_the_kind_is_confirmed_with_one_write(form: str) -> Non
         assert torch.equal(other.cache, before)
 
 
-def test_a_layout_of_another_shape_is_not_confirmed() -> None:
+def test_layout_of_another_shape_is_not_confirmed() -> None:
     found = engine("LBNHC")
     other = engine("LBHNC")
     assert other.expected is not None

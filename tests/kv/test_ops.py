@@ -100,7 +100,7 @@ def test_all_tokens_skipped_even_without_blocks(implementation: str) -> None:
         ops.gather_kv([cache], torch.tensor([-1, 0]), out, layout)
 
 
-def test_a_slot_given_twice_gets_a_row_of_one_of_its_tokens(implementation: str) -> None:
+def test_slot_given_twice_gets_a_row_of_one_of_its_tokens(implementation: str) -> None:
     paged = make_paged("mla", torch.uint8, layers=1)
     slots = [1, 5, 1]
     size = paged.layout.row_bytes
@@ -315,7 +315,7 @@ def test_caches_are_not_kept_alive(implementation: str) -> None:
     assert freed.is_set()
 
 
-def test_the_slot_mapping_may_lie_in_the_cache_that_is_written(implementation: str) -> None:
+def test_slot_mapping_may_lie_in_the_cache_that_is_written(implementation: str) -> None:
     # Slots are read once, before anything is written: what was checked is what is used.
     if implementation != "cpp":
         pytest.skip("only promised by the compiled functions for CPUs")
@@ -423,7 +423,7 @@ def test_plain_torch_on_request_and_silently_without_the_library(
 
 
 @pytest.mark.long
-def test_a_library_that_does_not_load_warns_once_and_is_not_used(
+def test_library_that_does_not_load_warns_once_and_is_not_used(
     fresh_choice: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     broken = tmp_path / "libkvshelf_ops.so"
@@ -435,7 +435,7 @@ def test_a_library_that_does_not_load_warns_once_and_is_not_used(
     assert _copies()
 
 
-def test_a_library_of_another_version_is_not_used(fresh_choice: pytest.MonkeyPatch) -> None:
+def test_library_of_another_version_is_not_used(fresh_choice: pytest.MonkeyPatch) -> None:
     if not COMPILED:
         pytest.skip("the compiled library is not installed")
     fresh_choice.setattr(library_module, "_LIBRARY_VERSION", 0)

@@ -309,7 +309,7 @@ def test_tables_have_units_as_long_as_they_can_be() -> None:
 # --------------------------------------------------------------------------- the layout itself
 
 
-def test_a_layout_whose_positions_are_no_permutation_is_refused() -> None:
+def test_layout_whose_positions_are_no_permutation_is_refused() -> None:
     layout = make(positions_of("vec", 16, 8, 2)).layout
     twice = layout.positions()
     twice[0, 0, 0] = twice[0, 0, 1]

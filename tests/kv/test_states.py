@@ -123,7 +123,7 @@ LFM2 = Family("short_conv", (256,), ())
         ("custom", [(3, 64), (64, 8)], "part0:3,64;part1:64,8"),
     ],
 )
-def test_a_state_of_unknown_division_is_stored_by_rank(
+def test_state_of_unknown_division_is_stored_by_rank(
     mamba_type: str, shapes: list[tuple[int, ...]], names: str
 ) -> None:
     state = split_state(mamba_type, shapes, [F32] * len(shapes), 2, False)
@@ -171,7 +171,7 @@ def test_states_of_which_drafts_may_have_any_part_are_refused(
         split_state(mamba_type, shapes, [F32, F32], 1, conv_dim_first, drafts=2)
 
 
-def test_a_dtype_without_a_name_in_the_format_is_refused() -> None:
+def test_dtype_without_a_name_in_the_format_is_refused() -> None:
     with pytest.raises(UnsupportedError, match="mamba_ssm_cache_dtype"):
         split_state("linear", [(4, 16, 16)], [torch.float64], 1, False)
 
@@ -284,7 +284,7 @@ def families(draw: st.DrawFn) -> Family:
 
 @settings(max_examples=40, deadline=None)
 @given(st.data())
-def test_a_state_stored_by_one_tensor_parallel_degree_is_loaded_by_another(
+def test_state_stored_by_one_tensor_parallel_degree_is_loaded_by_another(
     data: st.DataObject,
 ) -> None:
     kinds = data.draw(st.lists(families(), min_size=1, max_size=2))
@@ -362,7 +362,7 @@ def test_undivided_states_go_back_to_the_rank_that_stored_them() -> None:
         assert torch.equal(memory, before)
 
 
-def test_a_cache_that_cannot_hold_the_state_is_refused() -> None:
+def test_cache_that_cannot_hold_the_state_is_refused() -> None:
     state = LFM2.split(1, False)
     small = torch.zeros(BLOCKS, 1, 1, state.nbytes - 1, dtype=torch.int8)
     with pytest.raises(ValueError, match="expected blocks of at least 1536 contiguous bytes"):
@@ -377,7 +377,7 @@ def test_a_cache_that_cannot_hold_the_state_is_refused() -> None:
         state_runs([StateLayer(other.view(torch.int8), state, 0)], 3)
 
 
-def test_a_model_with_other_states_than_the_namespace_is_refused() -> None:
+def test_model_with_other_states_than_the_namespace_is_refused() -> None:
     fmt = states_format([LFM2], [1], False)
     state = Family("short_conv", (128,), ()).split(1, False)
     cache = torch.zeros(BLOCKS, 1, 1, state.nbytes, dtype=torch.int8)

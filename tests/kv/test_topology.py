@@ -126,7 +126,7 @@ def test_each_rank_loads_the_heads_that_vllm_gives_it_and_one_group_stores_them(
             assert first % context == 0
 
 
-def test_the_context_ranks_of_a_hybrid_model_hold_whole_states() -> None:
+def test_context_ranks_of_a_hybrid_model_hold_whole_states() -> None:
     fields, ranks, expected = HEADS_OF_RECORDS[-1]
     assert {
         kind: found.decode_context
@@ -184,7 +184,7 @@ def test_shards_that_do_not_fit_are_refused_with_a_number_that_does(
         (12, 12, 1, 12),
     ],
 )
-def test_a_new_namespace_has_the_most_shards_that_fit_the_ranks(
+def test_new_namespace_has_the_most_shards_that_fit_the_ranks(
     kv_heads: int, ranks: int, stages: int, shards: int
 ) -> None:
     assert fitting_shards(kv_heads, ranks, stages) == shards
@@ -232,7 +232,7 @@ HEADS_OF_RECORDS: list[tuple[dict[str, Any], int, dict[str, Topology]]] = [
 
 
 @pytest.mark.parametrize(("fields", "ranks", "expected"), HEADS_OF_RECORDS)
-def test_the_topology_of_each_kind_follows_from_the_record(
+def test_topology_of_each_kind_follows_from_the_record(
     fields: dict[str, Any], ranks: int, expected: dict[str, Topology]
 ) -> None:
     found = Topology.of(fields, ranks)
@@ -554,7 +554,7 @@ def test_what_one_topology_stores_another_loads(pairing: Pairing, data: st.DataO
     tokens=st.integers(1, CHUNK - 1),
     skipped=st.sets(st.integers(0, CHUNK - 2)),
 )
-def test_a_tail_is_canonical_also_where_chunks_are_whole_blocks(
+def test_tail_is_canonical_also_where_chunks_are_whole_blocks(
     heads: int, split: int, block: int, tokens: int, skipped: set[int]
 ) -> None:
     shards = min(heads, split)
@@ -583,7 +583,7 @@ def test_a_tail_is_canonical_also_where_chunks_are_whole_blocks(
     assert reader.holds(kv, seed=2)
 
 
-def test_a_tail_needs_its_own_slots_and_payloads() -> None:
+def test_tail_needs_its_own_slots_and_payloads() -> None:
     fmt = make_format([2, 2], 2, [2])
     engine = SimulatedEngine(Topology(2, 2), fmt, [2], "NHD", 4, [2, 2])
     on_device = SimulatedEngine(Topology(2, 2), fmt, [2], "NHD", 4, [2, 2], on_device=True)

@@ -49,7 +49,7 @@ class Kernel:
 
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("populate", ["by the kernel", "by writing"])
-def test_the_memory_is_there_from_the_start(
+def test_memory_is_there_from_the_start(
     shared: bool, populate: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if populate == "by writing":
@@ -216,7 +216,7 @@ def test_others_see_the_bytes_and_cannot_change_them() -> None:
         ({"shared": True, "inherited": True}, False),
     ],
 )
-def test_a_forked_process_has_memory_that_is_inherited_and_not_shared(
+def test_forked_process_has_memory_that_is_inherited_and_not_shared(
     options: dict[str, bool], is_inherited: bool
 ) -> None:
     arena = Arena(MIB, **options)
@@ -254,7 +254,7 @@ def _is_read_only(fd: int) -> int:
     return 0 if refused == 5 and seen[:5] == b"bytes" else 1
 
 
-def test_a_system_without_seals_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_system_without_seals_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     known = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
     real = fcntl.fcntl
 
@@ -327,7 +327,7 @@ def test_limits_of_control_groups_count(version: int, system: Path) -> None:
 
 
 @pytest.mark.usefixtures("system")
-def test_a_system_that_says_nothing_refuses_nothing() -> None:
+def test_system_that_says_nothing_refuses_nothing() -> None:
     assert pages.free_memory()[0] > 1 << 60
     assert pages.memory_limit() > 1 << 60
 

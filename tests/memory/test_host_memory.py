@@ -59,7 +59,7 @@ def held(memory: HostMemory, names: str) -> str:
     return "".join(n for n, here in zip(names, memory.holds(names), strict=True) if here)
 
 
-def test_the_beginnings_of_prompts_outlive_their_ends() -> None:
+def test_beginnings_of_prompts_outlive_their_ends() -> None:
     memory = make_memory(8 * PAGE)
     # Two prompts of four chunks; the second is older, although its end was stored last.
     for name, parent in ("a ", "ba", "cb", "dc", "A ", "BA", "CB", "DC"):
@@ -517,7 +517,7 @@ def test_memory_does_not_fragment_over_days(kind: str) -> None:
     _check_lifetime(kind, 2_500_000)
 
 
-def test_an_owner_reserves_no_more_than_its_budget_or_one_object() -> None:
+def test_owner_reserves_no_more_than_its_budget_or_one_object() -> None:
     memory = make_memory(8 * PAGE)
     stores = Budget(3 * PAGE)
     first = memory.reserve("a", PAGE, owner=stores)
@@ -539,7 +539,7 @@ def test_an_owner_reserves_no_more_than_its_budget_or_one_object() -> None:
     assert stores.used == large.used == 0
 
 
-def test_a_closed_memory_is_freed_with_its_last_pin() -> None:
+def test_closed_memory_is_freed_with_its_last_pin() -> None:
     memory = make_memory(4 * PAGE)
     put(memory, "a")
     pinned = memory.pin("a")
@@ -557,7 +557,7 @@ def test_a_closed_memory_is_freed_with_its_last_pin() -> None:
     assert len(memory.arena.view) == 0
 
 
-def test_a_table_of_generations_says_whether_memory_was_reused() -> None:
+def test_table_of_generations_says_whether_memory_was_reused() -> None:
     arena = Arena(64 * PAGE)
     memory = HostMemory.with_generations(arena)
     assert memory.table_slots == 64

@@ -115,11 +115,11 @@ def test_classes_waste_little(nbytes: int) -> None:
 
 
 @pytest.mark.parametrize(("capacity", "alignment"), [(PAGE, 3), (PAGE, 0), (PAGE - 1, PAGE)])
-def test_a_range_that_cannot_be_divided_is_refused(capacity: int, alignment: int) -> None:
+def test_range_that_cannot_be_divided_is_refused(capacity: int, alignment: int) -> None:
     with pytest.raises(ValueError, match="expected"):
         SizeClasses(capacity, alignment=alignment)
 
 
-def test_an_object_without_bytes_is_refused() -> None:
+def test_object_without_bytes_is_refused() -> None:
     with pytest.raises(ValueError, match="at least 1"):
         SizeClasses(PAGE).allocate(0)

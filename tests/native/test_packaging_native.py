@@ -55,7 +55,7 @@ def test_editors_find_backends_in_the_package() -> None:
 
 
 @pytest.mark.slow
-def test_the_source_archive_holds_what_a_build_needs(tmp_path: Path) -> None:
+def test_source_archive_holds_what_a_build_needs(tmp_path: Path) -> None:
     subprocess.run(
         [
             sys.executable,
@@ -92,7 +92,7 @@ def test_the_source_archive_holds_what_a_build_needs(tmp_path: Path) -> None:
     assert not outside
 
 
-def test_the_library_exports_nothing_but_its_functions() -> None:
+def test_library_exports_nothing_but_its_functions() -> None:
     # A C++ runtime that is linked in must not replace, or be replaced by, that of others.
     library = compiled_library()
     if library is None:

@@ -151,7 +151,7 @@ def test_what_one_client_stores_another_borrows_without_a_read(setting: Setting)
     assert (setting.path(0).parents[2] / "namespace.json").exists()
 
 
-def test_an_object_is_read_once_for_all(setting: Setting) -> None:
+def test_object_is_read_once_for_all(setting: Setting) -> None:
     setting.place(0, 1)
     clients = [setting.connect() for _ in range(3)]
     for client in clients:
@@ -202,7 +202,7 @@ def test_memory_that_a_device_cannot_read_is_copied_from(setting: Setting) -> No
         setting.loaded(shelf, 2)
 
 
-def test_a_gpu_reads_from_memory_that_is_page_locked_in_pieces(
+def test_gpu_reads_from_memory_that_is_page_locked_in_pieces(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pages, "LOCKED_AT_ONCE", 2 << 20)
@@ -229,7 +229,7 @@ def test_a_gpu_reads_from_memory_that_is_page_locked_in_pieces(
         loan = None
 
 
-def test_a_bad_object_is_set_aside_and_replaced(setting: Setting) -> None:
+def test_bad_object_is_set_aside_and_replaced(setting: Setting) -> None:
     setting.place(0)
     path = setting.path(0)
     good = path.read_bytes()
@@ -244,7 +244,7 @@ def test_a_bad_object_is_set_aside_and_replaced(setting: Setting) -> None:
     assert setting.borrowed(shelf, 0) == good
 
 
-def test_the_server_takes_no_bad_object(setting: Setting) -> None:
+def test_server_takes_no_bad_object(setting: Setting) -> None:
     shelf = setting.connect()
     bad = bytearray(setting.image(0))
     bad[-1] ^= 1
@@ -254,7 +254,7 @@ def test_the_server_takes_no_bad_object(setting: Setting) -> None:
     assert shelf.view(setting.fmt).find([setting.ref(0)]) == [Presence.MISSING]
 
 
-def test_a_client_that_only_reads(setting: Setting) -> None:
+def test_client_that_only_reads(setting: Setting) -> None:
     setting.place(0)
     shelf = setting.connect(read_only=True)
     assert shelf.read_only
@@ -264,7 +264,7 @@ def test_a_client_that_only_reads(setting: Setting) -> None:
     assert shelf.view(setting.fmt).find([setting.ref(0)]) == [Presence.PRESENT]
 
 
-def test_a_transfer_stores_and_loads_in_place(setting: Setting) -> None:
+def test_transfer_stores_and_loads_in_place(setting: Setting) -> None:
     writer, reader = setting.rig(), setting.rig()
     writer.put(setting.chunks)
     load, items = reader.load(setting.chunks, 8)
@@ -305,7 +305,7 @@ def test_what_was_gathered_elsewhere_is_copied_to_the_segment(setting: Setting) 
     assert segment.take_region(1 << 20) is not None
 
 
-def test_a_lookup_takes_few_messages(setting: Setting) -> None:
+def test_lookup_takes_few_messages(setting: Setting) -> None:
     """On a shelf behind a server as on any that is far away: not one for each chunk."""
     tokens = list(range(64 * setting.fmt.chunk_size))
     chunks = KeyChain(setting.fmt.namespace.digest, setting.fmt.chunk_size).extend(tokens)
@@ -330,7 +330,7 @@ def test_a_lookup_takes_few_messages(setting: Setting) -> None:
 # ------------------------------------------------------------------------------ the server fails
 
 
-def test_a_server_that_is_gone_is_used_again_when_it_is_back(setting: Setting) -> None:
+def test_server_that_is_gone_is_used_again_when_it_is_back(setting: Setting) -> None:
     shelf = setting.connect()
     view = shelf.view(setting.fmt)
     setting.publish(shelf, 0)
@@ -351,7 +351,7 @@ def test_a_server_that_is_gone_is_used_again_when_it_is_back(setting: Setting) -
     setting.publish(shelf, 1)
 
 
-def test_a_server_that_hangs_is_late(setting: Setting) -> None:
+def test_server_that_hangs_is_late(setting: Setting) -> None:
     shelf = setting.connect()
     shelf.backend.deadlines = replace(shelf.backend.deadlines, probe=0.1, read=0.1, write=0.1)
     setting.place(0)
@@ -378,7 +378,7 @@ def test_a_server_that_hangs_is_late(setting: Setting) -> None:
     assert setting.borrowed(shelf, 0) == setting.image(0)
 
 
-def test_a_server_that_is_not_there_is_to_be_tried_again(
+def test_server_that_is_not_there_is_to_be_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shelf_module, "CONNECT_SECONDS", 0.1)

@@ -307,7 +307,7 @@ def test_memory_that_cannot_be_page_locked_is_lent_all_the_same(
         assert word(fetch(channel, name)) == "hello"
 
 
-def test_a_page_locked_segment_is_unlocked_when_its_last_room_is_back() -> None:
+def test_page_locked_segment_is_unlocked_when_its_last_room_is_back() -> None:
     with fake_cudart() as runtime:
         segment = Segment(1 << 20)
         for _ in range(2):
@@ -323,7 +323,7 @@ def test_a_page_locked_segment_is_unlocked_when_its_last_room_is_back() -> None:
         assert not runtime.registered
 
 
-def test_a_server_that_hangs_blocks_nobody(node: LocalServer) -> None:
+def test_server_that_hangs_blocks_nobody(node: LocalServer) -> None:
     with connect(node) as channel:
         with node.hanging():
             # Many more than are allowed, and large ones: none waits for the server.
@@ -344,7 +344,7 @@ def test_a_server_that_hangs_blocks_nobody(node: LocalServer) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_forked_process_uses_nothing_of_its_parents_channel(
+def test_forked_process_uses_nothing_of_its_parents_channel(
     node: LocalServer, tmp_path: Path
 ) -> None:
     [name] = put(node, "hello")

@@ -35,7 +35,7 @@ def number(granted: tuple[int, bool] | None) -> int:
     return granted[0]
 
 
-def test_a_lookup_lease_ends_after_its_time_and_a_renewed_one_later() -> None:
+def test_lookup_lease_ends_after_its_time_and_a_renewed_one_later() -> None:
     clock = Clock()
     book = leases(clock)
     book.grant(A, "r", X, fetched=False)

@@ -132,7 +132,7 @@ def test_without_a_session_nothing_is_answered(tmp_path: Path) -> None:
         assert node.loop.stats()["clients"] == 1
 
 
-def test_a_wrong_token_is_refused(tmp_path: Path) -> None:
+def test_wrong_token_is_refused(tmp_path: Path) -> None:
     with serve(tmp_path) as node, RawClient(node.url) as one, RawClient(node.url) as other:
         one.send(Ping(), token=bytes(16))
         one.send(Ping(), token=other.token)
@@ -141,7 +141,7 @@ def test_a_wrong_token_is_refused(tmp_path: Path) -> None:
         assert one.receive() == (7, Done())
 
 
-def test_a_session_of_another_client_cannot_be_used(tmp_path: Path) -> None:
+def test_session_of_another_client_cannot_be_used(tmp_path: Path) -> None:
     with serve(tmp_path) as node, RawClient(node.url) as mine:
         mine.send(Ping())
         assert mine.receive() == (1, Done())
@@ -154,7 +154,7 @@ def test_a_session_of_another_client_cannot_be_used(tmp_path: Path) -> None:
         assert node.loop.stats()["clients"] == 1
 
 
-def test_an_id_that_a_stranger_uses_gives_way_to_another(tmp_path: Path) -> None:
+def test_id_that_a_stranger_uses_gives_way_to_another(tmp_path: Path) -> None:
     with serve(tmp_path) as node, RawClient(node.url, greet=False) as stranger:
         stranger.send(Ping())
         with neighbour(node.url):
@@ -267,7 +267,7 @@ def test_bytes_of_requests_without_an_answer_are_bounded(
         until(lambda: len(held) == 63)
 
 
-def test_a_fetch_counts_until_its_last_answer(
+def test_fetch_counts_until_its_last_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with serve(tmp_path) as node, neighbour(node.url), RawClient(node.url) as client:
@@ -302,7 +302,7 @@ def test_fetch_that_is_answered_in_parts_counts_until_its_last_answer(
     client.begin(5, 2, 10)
 
 
-def test_a_client_that_does_not_read_loses_its_session_and_nothing_else_waits(
+def test_client_that_does_not_read_loses_its_session_and_nothing_else_waits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with serve(tmp_path) as node, neighbour(node.url) as is_served:
@@ -392,7 +392,7 @@ def test_descriptors_that_run_out_end_nothing(
         assert not problems
 
 
-def test_a_fetch_that_fails_half_way_loses_no_lease(
+def test_fetch_that_fails_half_way_loses_no_lease(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with serve(tmp_path) as node, contextlib.closing(Channel(node.url)) as client:
@@ -416,7 +416,7 @@ def test_a_fetch_that_fails_half_way_loses_no_lease(
         assert client.request(Ping()).result(PATIENCE) == Done()
 
 
-def test_a_failure_while_a_client_is_greeted_ends_nothing(
+def test_failure_while_a_client_is_greeted_ends_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with serve(tmp_path) as node, neighbour(node.url) as is_served:
@@ -480,7 +480,7 @@ def test_what_a_cleaner_deletes_at_the_socket_is_made_again(what: str, tmp_path:
     assert os.listdir(path.parent) == [path.name + ".lock"]
 
 
-def test_a_server_whose_place_was_taken_ends_and_leaves_it(tmp_path: Path) -> None:
+def test_server_whose_place_was_taken_ends_and_leaves_it(tmp_path: Path) -> None:
     url = f"ipc://{tmp_path / 'sockets' / 'server'}"
     first = Loop(url)
     # It is stopped meanwhile.
@@ -496,7 +496,7 @@ def test_a_server_whose_place_was_taken_ends_and_leaves_it(tmp_path: Path) -> No
     assert os.listdir(tmp_path / "sockets") == ["server.lock"]
 
 
-def test_a_server_whose_folder_cannot_be_made_serves_those_it_has(
+def test_server_whose_folder_cannot_be_made_serves_those_it_has(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refused(*_: object, **__: object) -> None:

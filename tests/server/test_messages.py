@@ -171,7 +171,7 @@ def test_bytes_of_any_kind_are_refused_or_a_message(data: bytes) -> None:
 
 
 @pytest.mark.parametrize("count", [2**16, 2**31, 2**32 - 1])
-def test_a_huge_count_in_a_short_message_costs_no_memory(count: int) -> None:
+def test_huge_count_in_a_short_message_costs_no_memory(count: int) -> None:
     tracemalloc = pytest.importorskip("tracemalloc")
     array = b"\xdd" + struct.pack(">I", count)
     tracemalloc.start()
@@ -190,7 +190,7 @@ def test_requests_over_the_limit_are_not_sent() -> None:
         messages.encode_request(TOKEN, 1, Find(names * 2, []))
 
 
-def test_a_reply_over_the_limit_becomes_a_fault() -> None:
+def test_reply_over_the_limit_becomes_a_fault() -> None:
     frame = messages.encode_reply(7, Result(b"x" * (messages.MAX_REPLY + 1)))
     number, reply = messages.decode_reply(memoryview(frame))
     assert number == 7

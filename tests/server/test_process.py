@@ -62,7 +62,7 @@ def test_it_says_when_it_is_ready_and_ends_when_it_is_told(server: ServeProcess)
     assert server.stop() == (0, "")
 
 
-def test_a_signal_that_any_of_its_threads_takes_ends_it(server: ServeProcess) -> None:
+def test_signal_that_any_of_its_threads_takes_ends_it(server: ServeProcess) -> None:
     others = {int(name) for name in os.listdir(f"/proc/{server.process.pid}/task")}
     others.remove(server.process.pid)
     ctypes.CDLL(None).tgkill(server.process.pid, min(others), signal.SIGTERM)
@@ -70,7 +70,7 @@ def test_a_signal_that_any_of_its_threads_takes_ends_it(server: ServeProcess) ->
     assert server.process.returncode == 0
 
 
-def test_a_second_server_is_refused_and_a_killed_one_replaced(
+def test_second_server_is_refused_and_a_killed_one_replaced(
     server: ServeProcess, tmp_path: Path, shelf: Path
 ) -> None:
     second = subprocess.run(
@@ -98,7 +98,7 @@ def test_memory_that_is_not_there_is_refused_at_the_start(tmp_path: Path, shelf:
     assert "free" in refused.stderr
 
 
-def test_a_server_that_is_killed_under_load_loses_nothing_that_it_confirmed(
+def test_server_that_is_killed_under_load_loses_nothing_that_it_confirmed(
     server: ServeProcess, shelf: Path
 ) -> None:
     with ClientProcess(server.url) as other:
@@ -157,7 +157,7 @@ def is_good(client: ClientProcess, first: int, end: int) -> bool:
 
 
 @pytest.mark.slow
-def test_a_client_that_is_stopped_beyond_its_lease_in_a_copy_fails_its_load(
+def test_client_that_is_stopped_beyond_its_lease_in_a_copy_fails_its_load(
     tmp_path: Path, shelf: Path
 ) -> None:
     fill(shelf, 200)
@@ -188,7 +188,7 @@ def test_a_client_that_is_stopped_beyond_its_lease_in_a_copy_fails_its_load(
     reason="moto or obstore is not installed: pip install 'moto[server]' obstore",
 )
 @pytest.mark.slow
-def test_a_shelf_on_s3_is_read_once_for_two_clients(tmp_path: Path) -> None:
+def test_shelf_on_s3_is_read_once_for_two_clients(tmp_path: Path) -> None:
     with moto_s3() as storage:
         storage.client().create_bucket(Bucket=BUCKET)
         options = {"KVSHELF_STORAGE_OPTIONS": json.dumps(storage.options())}
@@ -210,7 +210,7 @@ def test_a_shelf_on_s3_is_read_once_for_two_clients(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_server_keeps_its_shelf_within_bounds(tmp_path: Path, shelf: Path) -> None:
+def test_server_keeps_its_shelf_within_bounds(tmp_path: Path, shelf: Path) -> None:
     fill(shelf, 200)
     bound = f"{100 * SIZE}B"
     node = tmp_path / "sockets" / "node.sock"

@@ -99,7 +99,7 @@ def test_of_foreign_names_the_storage_is_asked(make: MakeUsed) -> None:
 
 
 @pytest.mark.real
-def test_an_engines_hits_reach_the_server(tmp_path: Path) -> None:
+def test_engines_hits_reach_the_server(tmp_path: Path) -> None:
     """As the connector records them: each object of the whole prefix."""
     storage = FaultyStorage(posix(tmp_path / "shelf"))
     chunks = make_chunks(FMT, 3)

@@ -162,7 +162,7 @@ def test_find_asks_memory_first_and_the_shelf_for_the_rest(desk: Desk, shelf: Pa
     assert desk.counts["stat_names"] == 2
 
 
-def test_a_lookup_counts_leading_chunks_and_reads_what_only_the_shelf_has(
+def test_lookup_counts_leading_chunks_and_reads_what_only_the_shelf_has(
     desk: Desk, shelf: Path
 ) -> None:
     chunks = make_chunks(FMT, 5)
@@ -185,7 +185,7 @@ def test_a_lookup_counts_leading_chunks_and_reads_what_only_the_shelf_has(
     assert desk.stat("pinned_bytes") == 0
 
 
-def test_an_expired_lease_is_not_valid_and_its_memory_waits_for_its_client(desk: Desk) -> None:
+def test_expired_lease_is_not_valid_and_its_memory_waits_for_its_client(desk: Desk) -> None:
     (chunk,) = make_chunks(FMT, 1)
     name, data = name_of(FMT, chunk), sealed(FMT, chunk)
     desk.store(A, name, data)
@@ -258,7 +258,7 @@ def test_stores_of_a_dead_client_are_forgotten_or_end_once(make_desk: MakeDesk) 
 
 
 @mock.patch("kvshelf.server.service._FEW_THREADS", 2)
-def test_a_read_that_others_wait_for_outlives_the_client_that_asked_first(
+def test_read_that_others_wait_for_outlives_the_client_that_asked_first(
     make_desk: MakeDesk, shelf: Path
 ) -> None:
     desk = make_desk()
@@ -435,7 +435,7 @@ def test_what_waits_too_long_for_memory_fails(make_desk: MakeDesk, shelf: Path) 
     assert desk.stat("waiting") == 0
 
 
-def test_a_client_that_asks_for_the_wrong_size_of_what_is_being_read_harms_nobody(
+def test_client_that_asks_for_the_wrong_size_of_what_is_being_read_harms_nobody(
     desk: Desk, shelf: Path
 ) -> None:
     gate = desk.hold("read")
@@ -524,7 +524,7 @@ def test_client_that_goes_while_its_requests_are_served_leaves_nothing(
     assert desk.stat("read_objects") == 1 + is_here
 
 
-def test_a_lookup_counts_what_is_in_memory_while_the_shelf_fails(desk: Desk) -> None:
+def test_lookup_counts_what_is_in_memory_while_the_shelf_fails(desk: Desk) -> None:
     chunks = make_chunks(FMT, 3)
     for chunk in chunks[:2]:
         desk.store(A, name_of(FMT, chunk), sealed(FMT, chunk))
@@ -533,7 +533,7 @@ def test_a_lookup_counts_what_is_in_memory_while_the_shelf_fails(desk: Desk) -> 
     assert desk.ask("lookup", A, "request", chains) == LookedUp(2)
 
 
-def test_an_overdue_client_takes_nothing_from_others(desk: Desk) -> None:
+def test_overdue_client_takes_nothing_from_others(desk: Desk) -> None:
     name = f"hash/{'0' * 64}/some-hash/0"
     desk.remember(A, name, b"bytes")
     desk.fetch(B, [name], [5])
@@ -602,7 +602,7 @@ def test_small_store_waits_behind_large_ones(make_desk: MakeDesk) -> None:
     desk.run_until(lambda: all(stores))
 
 
-def test_a_store_that_waits_too_long_for_memory_blames_no_storage(
+def test_store_that_waits_too_long_for_memory_blames_no_storage(
     make_desk: MakeDesk, shelf: Path
 ) -> None:
     desk = make_desk(32 * 8192)
@@ -625,7 +625,7 @@ def test_a_store_that_waits_too_long_for_memory_blames_no_storage(
     assert replies[waiting:] == [Stored("created")] * (40 - waiting)
 
 
-def test_a_read_that_hangs_fails_those_who_wait_and_holds_up_nobody_else(
+def test_read_that_hangs_fails_those_who_wait_and_holds_up_nobody_else(
     make_desk: MakeDesk, shelf: Path
 ) -> None:
     first, second = make_chunks(FMT, 2)
@@ -689,7 +689,7 @@ def test_what_is_in_memory_only_outlives_what_comes_after_it(desk: Desk) -> None
         ("", SIZE, "ObjectNameError"),
     ],
 )
-def test_a_name_that_is_no_object_of_a_known_namespace_is_refused(
+def test_name_that_is_no_object_of_a_known_namespace_is_refused(
     desk: Desk, name: str, size: int, kind: str
 ) -> None:
     (failed,) = desk.fetch(A, [name], [size])
@@ -700,7 +700,7 @@ def test_a_name_that_is_no_object_of_a_known_namespace_is_refused(
     assert desk.stat("pinned_bytes") == 0
 
 
-def test_a_record_that_is_none_is_refused(desk: Desk) -> None:
+def test_record_that_is_none_is_refused(desk: Desk) -> None:
     small = make_format(shards=1)
     desk.service.register(small.namespace.encoded)
     # Of digests only the beginning is in the name of a folder.
@@ -804,7 +804,7 @@ def test_long_listing_comes_in_pages_and_ends_with_its_client(desk: Desk, shelf:
     assert isinstance(page(desk.reply(replies).value[1]), Refusal)
 
 
-def test_a_drain_waits_for_stores_and_takes_no_more(desk: Desk) -> None:
+def test_drain_waits_for_stores_and_takes_no_more(desk: Desk) -> None:
     gate = desk.hold("write", "delete")
     first, second = make_chunks(FMT, 2)
     replies = desk.begin_store(A, name_of(FMT, first), sealed(FMT, first))
@@ -848,7 +848,7 @@ def test_tails_and_markers_are_named_for_deletion_when_clients_write_them(
     assert [*counts, len(handed_over)] == [0, 1, 1, 1, 2]
 
 
-def test_a_disk_tier_stands_before_the_shelf(
+def test_disk_tier_stands_before_the_shelf(
     make_desk: MakeDesk, tmp_path: Path, shelf: Path
 ) -> None:
     chunks = make_chunks(FMT, 2)

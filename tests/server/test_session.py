@@ -50,7 +50,7 @@ def test_only_sockets_with_an_absolute_path_are_urls_of_a_server(url: str) -> No
         session.socket_path(url)
 
 
-def test_the_folder_must_be_closed_to_others(tmp_path: Path) -> None:
+def test_folder_must_be_closed_to_others(tmp_path: Path) -> None:
     folder = tmp_path / "sockets"
     with pytest.raises(UnavailableStorageError, match="no node server has run"):
         session.check_folder(str(folder / "server"))
@@ -70,7 +70,7 @@ def test_the_folder_must_be_closed_to_others(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder to another user")
-def test_the_folder_must_be_ones_own(tmp_path: Path) -> None:
+def test_folder_must_be_ones_own(tmp_path: Path) -> None:
     folder = tmp_path / "sockets"
     folder.mkdir(mode=0o700)
     os.chown(folder, 65534, 65534)
@@ -78,7 +78,7 @@ def test_the_folder_must_be_ones_own(tmp_path: Path) -> None:
         session.check_folder(str(folder / "server"))
 
 
-def test_a_folder_that_the_server_makes_is_closed_to_others(tmp_path: Path) -> None:
+def test_folder_that_the_server_makes_is_closed_to_others(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
         listener = session.Listener(str(tmp_path / "new" / "sockets" / "server"))
@@ -103,7 +103,7 @@ def test_one_server_runs_at_a_socket_and_a_killed_one_is_followed(tmp_path: Path
     assert not os.path.exists(path + ".session")
 
 
-def test_a_server_whose_lock_was_deleted_keeps_its_place(tmp_path: Path) -> None:
+def test_server_whose_lock_was_deleted_keeps_its_place(tmp_path: Path) -> None:
     path = str(tmp_path / "sockets" / "server")
     with contextlib.closing(session.Listener(path)) as listener:
         assert listener.in_place()
@@ -119,7 +119,7 @@ def test_a_server_whose_lock_was_deleted_keeps_its_place(tmp_path: Path) -> None
                     session.Listener(path)
 
 
-def test_a_server_ends_without_harm_to_another_in_its_place(tmp_path: Path) -> None:
+def test_server_ends_without_harm_to_another_in_its_place(tmp_path: Path) -> None:
     path = str(tmp_path / "sockets" / "server")
     first = session.Listener(path)
     for name in (path, path + ".session", path + ".lock"):
@@ -137,7 +137,7 @@ def test_a_server_ends_without_harm_to_another_in_its_place(tmp_path: Path) -> N
     assert os.listdir(tmp_path / "sockets") == ["server.lock"]
 
 
-def test_a_session_passes_memory_both_ways(tmp_path: Path) -> None:
+def test_session_passes_memory_both_ways(tmp_path: Path) -> None:
     with serve(tmp_path) as node:
         before = descriptors()
         path = session.socket_path(node.url)
@@ -203,7 +203,7 @@ def test_hostile_greetings_are_refused_and_cost_nothing(tmp_path: Path) -> None:
     os.close(unsealed)
 
 
-def test_an_id_that_is_taken_is_refused(tmp_path: Path) -> None:
+def test_id_that_is_taken_is_refused(tmp_path: Path) -> None:
     with serve(tmp_path) as node:
         path = session.socket_path(node.url)
         mine = hello()

@@ -107,7 +107,7 @@ def test_what_waits_fails_when_the_workers_are_closed(bench: Bench) -> None:
     assert bench.ended[2:] == [(A, "done")]
 
 
-def test_a_panic_is_the_outcome_and_the_thread_goes_on(bench: Bench) -> None:
+def test_panic_is_the_outcome_and_the_thread_goes_on(bench: Bench) -> None:
     class PanicException(BaseException):
         """As Rust libraries raise it."""
 

@@ -66,7 +66,7 @@ def view_of(backend: Backend, fmt: ObjectFormat = FMT) -> Any:
 # ------------------------------------------------------------------------------- every storage
 
 
-def test_a_marker_is_an_empty_object_that_is_written_once(backend: Backend) -> None:
+def test_marker_is_an_empty_object_that_is_written_once(backend: Backend) -> None:
     view = view_of(backend)
     assert view.gave_up([ONE, TWO]) == [False, False]
     assert view.give_up(ONE)
@@ -98,7 +98,7 @@ def test_what_is_no_id_of_an_attempt_becomes_no_name(root: Path, attempt: str) -
 # ------------------------------------------------------------------------------- trouble
 
 
-def test_a_storage_that_is_down_has_no_markers(root: Path) -> None:
+def test_storage_that_is_down_has_no_markers(root: Path) -> None:
     faulty = FaultyStorage(PosixBackend(root))
     view = view_of(faulty)
     view.give_up(ONE)

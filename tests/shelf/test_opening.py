@@ -12,7 +12,7 @@ from tests.sim.storage import posix
 from tests.support.waiting import PATIENCE
 
 
-def test_a_shelf_that_opens_after_the_end_is_closed(tmp_path: Path) -> None:
+def test_shelf_that_opens_after_the_end_is_closed(tmp_path: Path) -> None:
     began, gate, closed = threading.Event(), threading.Event(), threading.Event()
 
     class Late(WrappedBackend):

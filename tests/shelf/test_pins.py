@@ -88,7 +88,7 @@ def test_covers_agrees_with_the_definition(pins: list[Pin], keys: list[bytes]) -
 
 
 @given(_pin)
-def test_a_pin_is_read_as_it_was_written(pin: Pin) -> None:
+def test_pin_is_read_as_it_was_written(pin: Pin) -> None:
     if pin.namespace is None and pin.group is None and pin.keys is None:
         with pytest.raises(ValueError, match="neither a namespace"):
             Pin.from_bytes(pin.to_bytes())
@@ -96,7 +96,7 @@ def test_a_pin_is_read_as_it_was_written(pin: Pin) -> None:
         assert Pin.from_bytes(pin.to_bytes()) == pin
 
 
-def test_the_file_is_that_of_the_format(backend: Backend, tmp_path: Path) -> None:
+def test_file_is_that_of_the_format(backend: Backend, tmp_path: Path) -> None:
     Pins.add(backend, "a", Pin(namespace=ONE, group=GROUP, keys=(key(1),), until=12.5))
     written = json.loads((tmp_path / "shelf/.kvshelf/pins/a.json").read_bytes())
     assert written == {
@@ -134,7 +134,7 @@ def test_the_file_is_that_of_the_format(backend: Backend, tmp_path: Path) -> Non
         (b" " * (MAX_BYTES + 1), f"{MAX_BYTES + 1} bytes; expected"),
     ],
 )
-def test_a_file_that_is_no_pin_pins_nothing_and_is_named_once(
+def test_file_that_is_no_pin_pins_nothing_and_is_named_once(
     backend: Backend,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
@@ -171,7 +171,7 @@ def test_a_file_that_is_no_pin_pins_nothing_and_is_named_once(
         ),
     ],
 )
-def test_a_pin_of_a_later_version_pins_all_that_it_may(
+def test_pin_of_a_later_version_pins_all_that_it_may(
     backend: Backend, content: bytes, problem: str, covered: set[str]
 ) -> None:
     write(backend, "new", content)
@@ -190,7 +190,7 @@ def test_a_pin_of_a_later_version_pins_all_that_it_may(
 
 
 @pytest.mark.parametrize("error", [PermanentStorageError, ReadOnlyStorageError])
-def test_a_pin_that_may_not_be_read_pins_the_shelf(
+def test_pin_that_may_not_be_read_pins_the_shelf(
     backend: Backend, error: type[PermanentStorageError]
 ) -> None:
     Pins.add(backend, "secret", Pin(namespace=ONE))
@@ -269,7 +269,7 @@ def test_pin_whose_file_did_not_change_is_not_read_again(backend: Backend, tmp_p
     assert not Pins.load(faulty, now + 700, pins)
 
 
-def test_a_storage_that_does_not_answer_is_no_shelf_without_pins(backend: Backend) -> None:
+def test_storage_that_does_not_answer_is_no_shelf_without_pins(backend: Backend) -> None:
     Pins.add(backend, "a", Pin(namespace=ONE))
     faulty = FaultyStorage(backend, Fault("open", error=TransientStorageError("EIO")))
     with pytest.raises(TransientStorageError):
@@ -277,14 +277,14 @@ def test_a_storage_that_does_not_answer_is_no_shelf_without_pins(backend: Backen
 
 
 @pytest.mark.parametrize("name", ["", "../a", "a/b", ".a", "-a", "ä", "a" * 65, "a\n"])
-def test_a_name_that_could_be_another_file_is_refused(backend: Backend, name: str) -> None:
+def test_name_that_could_be_another_file_is_refused(backend: Backend, name: str) -> None:
     with pytest.raises(ConfigError, match="not a name of a pin"):
         Pins.add(backend, name, Pin(namespace=ONE))
     with pytest.raises(ConfigError, match="not a name of a pin"):
         Pins.remove(backend, name)
 
 
-def test_a_pin_that_is_too_large_is_refused(backend: Backend) -> None:
+def test_pin_that_is_too_large_is_refused(backend: Backend) -> None:
     keys = [number.to_bytes(32, "big") for number in range(16_000)]
     with pytest.raises(ConfigError, match="in several parts"):
         Pins.add(backend, "large", Pin(keys=keys))

@@ -222,7 +222,7 @@ def test_what_is_remembered_is_the_newest_answer_for_its_time(
         presence_module.time = real
 
 
-def test_the_oldest_answers_are_forgotten_first() -> None:
+def test_oldest_answers_are_forgotten_first() -> None:
     cache = PresenceCache(limit=3)
     keys = [bytes([n]) for n in range(10)]
     for number, key in enumerate(keys):

@@ -155,7 +155,7 @@ def test_damaged_description_is_written_again_by_a_store_ten_seconds_later(
     assert path.read_bytes() == FMT.namespace.encoded
 
 
-def test_a_description_of_zeros_is_written_again(
+def test_description_of_zeros_is_written_again(
     any_shelf: Shelf, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A power loss may leave the size of a file and none of its bytes."""
@@ -236,7 +236,7 @@ def test_linked_namespace_folder_is_an_error_not_a_way_out(shelf: Shelf, root: P
 # ------------------------------------------------------------------------------------ wrong size
 
 
-def test_a_running_copy_is_not_moved_by_a_load(shelf: Shelf) -> None:
+def test_running_copy_is_not_moved_by_a_load(shelf: Shelf) -> None:
     data = image(CHUNKS[0])
     path = path_of(shelf, CHUNKS[0])
     path.parent.mkdir(parents=True)
@@ -258,9 +258,7 @@ def test_a_running_copy_is_not_moved_by_a_load(shelf: Shelf) -> None:
 
 
 @pytest.mark.parametrize("stood", ["short", "long", "folder"])
-def test_a_file_that_another_writer_put_right_is_not_moved_by_a_load(
-    root: Path, stood: str
-) -> None:
+def test_file_that_another_writer_put_right_is_not_moved_by_a_load(root: Path, stood: str) -> None:
     good = image(CHUNKS[0])
 
     def correct() -> None:
@@ -332,7 +330,7 @@ def test_bad_object_is_set_aside_alone_of_those_that_are_loaded_together(shelf: 
     assert not shelf.view(FMT).set_aside(ObjectRef(CHUNKS[0], 1), failed.error)  # type: ignore[arg-type]
 
 
-def test_a_machine_that_reads_wrong_bytes_spares_the_shelf(
+def test_machine_that_reads_wrong_bytes_spares_the_shelf(
     root: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     chunks = KeyChain(FMT.namespace.digest, CHUNK).extend(range(CHUNK * 120))
@@ -522,7 +520,7 @@ def test_descriptions_that_cannot_be_used(shelf: Shelf, root: Path) -> None:
     assert other.digest.hex()[:16] in str(found[4].problem)
 
 
-def test_a_directory_that_is_not_to_be_made_must_be_there(tmp_path: Path) -> None:
+def test_directory_that_is_not_to_be_made_must_be_there(tmp_path: Path) -> None:
     folder, options = tmp_path / "unmounted", {"create": False}
     for url in (str(folder), f"file://{folder}"):
         with pytest.raises(ConfigError, match=r"does not exist.*create: false.*mount it"):

@@ -66,7 +66,7 @@ def rig(tmp_path: Path) -> Iterator[Rig]:
     rig.close()
 
 
-def test_a_stuck_thread_is_replaced_and_ends_when_it_comes_back(rig: Rig) -> None:
+def test_stuck_thread_is_replaced_and_ends_when_it_comes_back(rig: Rig) -> None:
     gate = rig.hang(1)
     until(lambda: len(rig.stuck) == 1)
     for _ in range(20):

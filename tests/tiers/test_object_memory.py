@@ -56,7 +56,7 @@ def set_aside(shelf: Shelf) -> list[Path]:
     return list(Path(shelf.url).rglob(".*.tmp"))
 
 
-def test_an_object_that_the_storage_has_in_memory_is_pinned_whole(
+def test_object_that_the_storage_has_in_memory_is_pinned_whole(
     root: Path, fmt: ObjectFormat, chunks: list[Chunk]
 ) -> None:
     lending = LendingMemory(open_backend(root))
@@ -92,7 +92,7 @@ def test_lookups_find_what_is_in_memory_only_and_stores_do_not(
         assert view.probe(refs) == [Presence.MISSING, Presence.MISSING]
 
 
-def test_the_bytes_of_another_object_are_not_taken_for_this_one(
+def test_bytes_of_another_object_are_not_taken_for_this_one(
     root: Path, fmt: ObjectFormat, chunks: list[Chunk], caplog: pytest.LogCaptureFixture
 ) -> None:
     lending = LendingMemory(open_backend(root))
@@ -107,7 +107,7 @@ def test_the_bytes_of_another_object_are_not_taken_for_this_one(
         assert load(shelf, fmt, chunks[0]) == sealed(fmt, chunks[0])
 
 
-def test_an_object_that_the_owner_of_the_memory_found_bad_is_set_aside(
+def test_object_that_the_owner_of_the_memory_found_bad_is_set_aside(
     root: Path, fmt: ObjectFormat, chunks: list[Chunk]
 ) -> None:
     faulty = FaultyStorage(open_backend(root))

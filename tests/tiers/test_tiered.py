@@ -204,7 +204,7 @@ def test_what_is_stored_is_in_the_tier_while_the_shelf_is_away(
     faulty.heal()
 
 
-def test_a_thread_that_a_tier_keeps_is_replaced(
+def test_thread_that_a_tier_keeps_is_replaced(
     remote: FaultyStorage, start: StartMachine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine = start(remote)
@@ -222,7 +222,7 @@ def test_a_thread_that_a_tier_keeps_is_replaced(
     gate.set()
 
 
-def test_a_tier_holds_on_to_no_shelf_that_is_gone(tmp_path: Path) -> None:
+def test_tier_holds_on_to_no_shelf_that_is_gone(tmp_path: Path) -> None:
     with closing(DiskTier(tmp_path / "tier", ROOM)) as tier:
         gone = []
         for number in range(3):
@@ -249,7 +249,7 @@ def test_two_shelves_may_have_one_tier(
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "empty", "folder", "link"])
-def test_a_bad_copy_is_dropped_and_the_load_goes_on(
+def test_bad_copy_is_dropped_and_the_load_goes_on(
     remote: FaultyStorage,
     start: StartMachine,
     tmp_path: Path,
@@ -284,7 +284,7 @@ def test_a_bad_copy_is_dropped_and_the_load_goes_on(
     assert remote.counts["open"] == 0
 
 
-def test_a_bad_object_of_the_shelf_does_not_get_into_the_tier(
+def test_bad_object_of_the_shelf_does_not_get_into_the_tier(
     remote: FaultyStorage, start: StartMachine, tmp_path: Path
 ) -> None:
     chunks = make_chunks(FMT, 1)
@@ -299,7 +299,7 @@ def test_a_bad_object_of_the_shelf_does_not_get_into_the_tier(
 # ----------------------------------------------------------------------------------- never stuck
 
 
-def test_a_load_does_not_wait_for_its_copies(
+def test_load_does_not_wait_for_its_copies(
     remote: FaultyStorage, start: StartMachine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chunks = make_chunks(FMT, 6)
@@ -362,7 +362,7 @@ def test_chunk_of_a_far_shelf_is_kept_in_memory_while_a_disk_tier_holds_what_a_s
     go.set()
 
 
-def test_the_use_of_a_copy_is_recorded(
+def test_use_of_a_copy_is_recorded(
     remote: FaultyStorage, start: StartMachine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names: set[str] = set()
@@ -375,7 +375,7 @@ def test_the_use_of_a_copy_is_recorded(
     until(lambda: len(expected) == 2 * FMT.shards and names == expected)
 
 
-def test_an_object_is_queued_once_and_can_be_removed_from_the_queue(
+def test_object_is_queued_once_and_can_be_removed_from_the_queue(
     remote: FaultyStorage, start: StartMachine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written, go = threading.Event(), threading.Event()
@@ -416,7 +416,7 @@ def test_an_object_is_queued_once_and_can_be_removed_from_the_queue(
     assert machine.count("disk_tier_dropped_objects") == 0
 
 
-def test_a_tier_that_cannot_be_opened_is_used_when_it_can(
+def test_tier_that_cannot_be_opened_is_used_when_it_can(
     remote: FaultyStorage,
     start: StartMachine,
     monkeypatch: pytest.MonkeyPatch,
@@ -498,7 +498,7 @@ def test_copies_go_on_when_the_thread_of_the_tier_is_kept_and_another_can_be_sta
     assert machine.tier.drain(PATIENCE)
 
 
-def test_a_tier_that_does_not_open_holds_up_nothing(
+def test_tier_that_does_not_open_holds_up_nothing(
     remote: FaultyStorage, start: StartMachine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     go = hang(monkeypatch, tier_module, "PosixBackend")
@@ -509,7 +509,7 @@ def test_a_tier_that_does_not_open_holds_up_nothing(
     go.set()
 
 
-def test_a_shelf_that_cannot_be_opened_is_done_without_until_it_can(
+def test_shelf_that_cannot_be_opened_is_done_without_until_it_can(
     remote: FaultyStorage, start: StartMachine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chunks = make_chunks(FMT, 3)
@@ -540,7 +540,7 @@ def test_a_shelf_that_cannot_be_opened_is_done_without_until_it_can(
             loads.view(FMT).load(ObjectRef(chunks[2], 0), image)
 
 
-def test_a_directory_that_fails_gets_no_copies(
+def test_directory_that_fails_gets_no_copies(
     remote: FaultyStorage,
     start: StartMachine,
     monkeypatch: pytest.MonkeyPatch,
@@ -559,7 +559,7 @@ def test_a_directory_that_fails_gets_no_copies(
     assert machine.load(chunks)
 
 
-def test_a_directory_with_objects_that_is_no_tier_is_refused(tmp_path: Path) -> None:
+def test_directory_with_objects_that_is_no_tier_is_refused(tmp_path: Path) -> None:
     with closing(Rig(posix(tmp_path / "shelf"), fmt=FMT)) as rig:
         rig.put(make_chunks(FMT, 2))
     before = files(tmp_path / "shelf")
@@ -568,7 +568,7 @@ def test_a_directory_with_objects_that_is_no_tier_is_refused(tmp_path: Path) -> 
     assert files(tmp_path / "shelf") == before
 
 
-def test_a_tier_that_is_emptied_while_it_is_used_opens_again(
+def test_tier_that_is_emptied_while_it_is_used_opens_again(
     remote: FaultyStorage, start: StartMachine, tmp_path: Path
 ) -> None:
     first, second = make_chunks(FMT, 2)
@@ -582,7 +582,7 @@ def test_a_tier_that_is_emptied_while_it_is_used_opens_again(
         assert tier.available
 
 
-def test_a_shelf_gets_a_tier_without_a_look_at_the_directories(tmp_path: Path) -> None:
+def test_shelf_gets_a_tier_without_a_look_at_the_directories(tmp_path: Path) -> None:
     """The first call of a cache does that, also on a storage that hangs meanwhile."""
     with closing(DiskTier(tmp_path / "tier", ROOM)) as tier:
         shelf = Shelf(posix(tmp_path / "shelf"))
@@ -590,7 +590,7 @@ def test_a_shelf_gets_a_tier_without_a_look_at_the_directories(tmp_path: Path) -
             TieredShelf(shelf, [tier])
 
 
-def test_a_tier_is_used_while_its_shelf_hangs_at_opening(
+def test_tier_is_used_while_its_shelf_hangs_at_opening(
     remote: FaultyStorage,
     start: StartMachine,
     tmp_path: Path,
@@ -615,7 +615,7 @@ def test_a_tier_is_used_while_its_shelf_hangs_at_opening(
 
 
 @pytest.mark.parametrize("error", [ConfigError("the key is wrong"), ValueError("it is wrong")])
-def test_a_mistake_that_a_shelf_finds_late_is_spoken_of(
+def test_mistake_that_a_shelf_finds_late_is_spoken_of(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -646,7 +646,7 @@ def test_shelf_with_the_directory_of_a_disk_tier_is_refused(
 
 @pytest.mark.parametrize("within", ["", "near", ".."])
 @pytest.mark.parametrize("order", ["tier first", "shelf first", "given both"])
-def test_a_tier_that_is_the_shelf_by_another_name_removes_nothing(
+def test_tier_that_is_the_shelf_by_another_name_removes_nothing(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -741,7 +741,7 @@ def check_tier(root: Path) -> int:
 
 
 @pytest.mark.real
-def test_the_bound_holds_for_many_processes(tmp_path: Path) -> None:
+def test_bound_holds_for_many_processes(tmp_path: Path) -> None:
     size = tier_child.FMT.object_size(0)
     most = 120 * size + 17
     child = run_child(tmp_path / "tier", max_bytes=most, writers=4, objects=50)

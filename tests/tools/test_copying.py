@@ -88,7 +88,7 @@ def test_only_what_is_missing_or_of_wrong_size_is_copied(source: Path, tmp_path:
 
 
 @pytest.mark.parametrize("damage", ["payload", "short", "foreign", "kind"])
-def test_a_bad_object_is_left_out_named_and_keeps_nothing_else(
+def test_bad_object_is_left_out_named_and_keeps_nothing_else(
     source: Path, tmp_path: Path, damage: str
 ) -> None:
     bad = objects(source)[4]
@@ -157,7 +157,7 @@ def test_chosen_namespaces_go_to_the_folders_that_the_target_has(
     assert FOLDER in run(source, tmp_path / "none", "-n", "0" * 16, code=2).stderr
 
 
-def test_the_prefixes_of_some_prompts(source: Path, tmp_path: Path) -> None:
+def test_prefixes_of_some_prompts(source: Path, tmp_path: Path) -> None:
     with open_shelf(source) as shelf:
         store(shelf, namespace(), prompt(7, 2), salt="tenant")
     lines = [
@@ -243,7 +243,7 @@ main()
 @pytest.mark.real
 @pytest.mark.long
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
-def test_a_copy_that_is_broken_off_goes_on(tmp_path: Path, how: signal.Signals) -> None:
+def test_copy_that_is_broken_off_goes_on(tmp_path: Path, how: signal.Signals) -> None:
     source, target = tmp_path / "source", tmp_path / "target"
     count = large(source, 100)
     process = subprocess.Popen(
@@ -286,7 +286,7 @@ def troubled(url: str, trouble: Callable[[int], Exception | None]) -> FaultyStor
     return FaultyStorage(open_backend(url), Fault("write", error=lambda: trouble(next(numbers))))
 
 
-def test_a_folder_in_the_place_of_an_object_is_no_fault_of_the_source(
+def test_folder_in_the_place_of_an_object_is_no_fault_of_the_source(
     source: Path, tmp_path: Path
 ) -> None:
     class Stuck(WrappedBackend):
@@ -310,7 +310,7 @@ def test_a_folder_in_the_place_of_an_object_is_no_fault_of_the_source(
     assert said == str(name) and "found a folder where an object" in text and str(place) in text
 
 
-def test_a_source_that_vanishes_while_it_is_read_is_a_failure(source: Path, tmp_path: Path) -> None:
+def test_source_that_vanishes_while_it_is_read_is_a_failure(source: Path, tmp_path: Path) -> None:
     """As with a mount that ends: every object is missing, and so is its namespace."""
 
     def trouble(number: int) -> Exception | None:
@@ -324,7 +324,7 @@ def test_a_source_that_vanishes_while_it_is_read_is_a_failure(source: Path, tmp_
 
 
 @pytest.mark.parametrize("of_prompts", [False, True])
-def test_a_source_that_vanishes_while_it_is_listed_is_a_failure(
+def test_source_that_vanishes_while_it_is_listed_is_a_failure(
     source: Path, tmp_path: Path, of_prompts: bool
 ) -> None:
     class Vanishing(WrappedBackend):

@@ -159,13 +159,13 @@ def test_without_a_choice_the_namespace_with_the_longest_hit_is_taken(rig: Rig) 
     assert found.near[0].namespace == namespace().folder and "other_namespace" in codes(found)
 
 
-def test_a_salt_that_is_stored_without(stored: Rig) -> None:
+def test_salt_that_is_stored_without(stored: Rig) -> None:
     found = stored.explain(salt="tenant")
     assert codes(found) == ["cache_salt", "never_stored"]
     assert "4 of 4 chunks" in found.causes[0].text
 
 
-def test_a_prompt_is_found_in_the_salt_group_in_which_it_is(rig: Rig) -> None:
+def test_prompt_is_found_in_the_salt_group_in_which_it_is(rig: Rig) -> None:
     with open_shelf(rig.root) as shelf:
         store(shelf, namespace(), TOKENS, salt="tenant")
     assert rig.explain(salt="tenant").hits
@@ -174,7 +174,7 @@ def test_a_prompt_is_found_in_the_salt_group_in_which_it_is(rig: Rig) -> None:
     assert all(f"/{salt_group_of('other')}/" in name for name in piece.objects)
 
 
-def test_the_bounds_of_a_shelf_are_named_where_others_of_a_prompt_are_there(stored: Rig) -> None:
+def test_bounds_of_a_shelf_are_named_where_others_of_a_prompt_are_there(stored: Rig) -> None:
     with open_shelf(stored.root) as shelf:
         said = b'{"max_bytes": 1073741824, "max_age": 604800.0}'
         shelf.backend.write(f"{KEEPERS}/{'0' * 16}", [said])
@@ -190,7 +190,7 @@ def test_the_bounds_of_a_shelf_are_named_where_others_of_a_prompt_are_there(stor
 # --------------------------------------------------------------------------- the command
 
 
-def test_the_command_tells_by_its_exit_code(stored: Rig, tmp_path: Path) -> None:
+def test_command_tells_by_its_exit_code(stored: Rig, tmp_path: Path) -> None:
     def call(*prompts: list[int], code: int = 0) -> Result:
         path = tmp_path / "prompts.jsonl"
         path.write_text("".join(json.dumps(tokens) + "\n" for tokens in prompts))

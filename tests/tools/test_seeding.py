@@ -192,7 +192,7 @@ run = functools.partial(commands.run, "seed")
 
 
 @pytest.mark.parametrize("interrupted", [False, True])
-def test_the_command_reports_what_it_did_however_it_ends(
+def test_command_reports_what_it_did_however_it_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, interrupted: bool
 ) -> None:
     class Offline(Engine):

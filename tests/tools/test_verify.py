@@ -59,7 +59,7 @@ def flip(path: Path, at: int = -1) -> None:
 # ------------------------------------------------------------------------------ what is found
 
 
-def test_a_good_shelf_is_good_and_stays_as_it_is(shelf: Path) -> None:
+def test_good_shelf_is_good_and_stays_as_it_is(shelf: Path) -> None:
     before = times(shelf), contents(shelf)
     found = report(shelf)
     total = len(objects(shelf))
@@ -71,7 +71,7 @@ def test_a_good_shelf_is_good_and_stays_as_it_is(shelf: Path) -> None:
     assert (times(shelf), contents(shelf)) == before
 
 
-def test_a_file_that_may_still_be_copied_stays(shelf: Path) -> None:
+def test_file_that_may_still_be_copied_stays(shelf: Path) -> None:
     bad = objects(shelf)[0]
     os.truncate(bad, 1000)
     found = report(shelf, "--repair", "--yes", code=1)
@@ -157,7 +157,7 @@ def test_leftovers_are_removed_when_they_are_old(
 # ------------------------------------------------------------------------------ samples
 
 
-def test_a_sample_is_a_part(shelf: Path) -> None:
+def test_sample_is_a_part(shelf: Path) -> None:
     total = len(objects(shelf))
     for text, size in (("5", 5), ("1000000", total), ("0", 0), ("100%", total), ("0.001%", 1)):
         found = report(shelf, "--sample", text)
@@ -203,7 +203,7 @@ def test_object_that_changes_while_it_is_opened_is_no_problem(
     assert (row["gone"], row["sound"], len(opened)) == (gone, True, opens)
 
 
-def test_a_missing_and_a_read_only_shelf(shelf: Path, tmp_path: Path) -> None:
+def test_missing_and_a_read_only_shelf(shelf: Path, tmp_path: Path) -> None:
     run(tmp_path / "typo", code=3)
     assert not (tmp_path / "typo").exists()
     run(tmp_path / "typo", "--repair", "--yes", code=3)

@@ -42,7 +42,7 @@ def test_trouble_that_passes_is_waited_for_and_what_remains_is_the_item_s() -> N
         attempts.attempt(calls("d"))
 
 
-def test_a_storage_that_never_answers_or_is_full_ends_the_work() -> None:
+def test_storage_that_never_answers_or_is_full_ends_the_work() -> None:
     for error in (TransientStorageError(5, "EIO"), NoSpaceStorageError(28, "full")):
         with pytest.raises(type(error)):
             work(()).attempt(failing({"a": 9}, error)("a"))

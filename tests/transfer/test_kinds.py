@@ -64,7 +64,7 @@ def test_what_was_stored_of_all_kinds_comes_back(
     assert kinds.count("loaded_bytes") == kinds.count("stored_bytes")
 
 
-def test_a_load_that_failed_is_reported_when_nothing_is_written_for_it_any_more(
+def test_load_that_failed_is_reported_when_nothing_is_written_for_it_any_more(
     kinds: ByteTransfers, wanted: dict[Kind, list[Chunk]]
 ) -> None:
     kinds.put(wanted)
@@ -107,7 +107,7 @@ def test_other_parts_are_not_read_on_after_one_has_failed(backend: FaultyStorage
         assert backend.counts["open"] <= 2 + 2 * SHARDS[STATE]
 
 
-def test_an_aborted_load_counts_once_and_is_still_reported(
+def test_aborted_load_counts_once_and_is_still_reported(
     kinds: ByteTransfers, backend: FaultyStorage, wanted: dict[Kind, list[Chunk]]
 ) -> None:
     kinds.put(wanted)
@@ -122,7 +122,7 @@ def test_an_aborted_load_counts_once_and_is_still_reported(
     assert kinds.count("cancelled_loads") == 1
 
 
-def test_a_part_that_cannot_be_started_fails_the_load_and_leaves_nothing_running(
+def test_part_that_cannot_be_started_fails_the_load_and_leaves_nothing_running(
     kinds: ByteTransfers, wanted: dict[Kind, list[Chunk]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kinds.put(wanted)

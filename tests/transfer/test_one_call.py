@@ -96,7 +96,7 @@ def names(rig: Rig, chunk: Chunk) -> list[str]:
 
 
 @pytest.mark.parametrize("keeps", [False, True])
-def test_the_objects_of_a_chunk_are_read_in_one_call(
+def test_objects_of_a_chunk_are_read_in_one_call(
     make: MakeRig, noting: Noting, keeps: bool
 ) -> None:
     chunks = stored(make(), 20)
@@ -152,7 +152,7 @@ def test_which_object_of_a_chunk_failed_is_known(
     until(lambda: rig.chunks_in_use == 0)
 
 
-def test_an_object_that_is_good_when_read_again_is_loaded(make: MakeRig, noting: Noting) -> None:
+def test_object_that_is_good_when_read_again_is_loaded(make: MakeRig, noting: Noting) -> None:
     rig = make()
     (chunk,) = stored(rig, 1)
     path = rig.path(chunk, 0)

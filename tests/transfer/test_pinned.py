@@ -147,7 +147,7 @@ def test_chunk_of_which_an_object_was_taken_back_meanwhile_has_failed(lender: Le
     lender.settled()
 
 
-def test_the_bytes_are_asked_for_after_the_scatter(
+def test_bytes_are_asked_for_after_the_scatter(
     lender: Lender, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     order: list[str] = []
@@ -167,7 +167,7 @@ def test_the_bytes_are_asked_for_after_the_scatter(
 
 
 @pytest.mark.parametrize("lent", [True, False])
-def test_a_loan_that_comes_late_is_given_back_unused(
+def test_loan_that_comes_late_is_given_back_unused(
     lender: Lender, lent: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chunks = lender.put(1)
@@ -201,7 +201,7 @@ def test_closing_ends_loads_of_lent_objects(lender: Lender) -> None:
     assert all(lender.rig.untouched(item) for item in lender.rig.items(chunks, 20))
 
 
-def test_a_missing_object_is_not_looked_for_twice(lender: Lender) -> None:
+def test_missing_object_is_not_looked_for_twice(lender: Lender) -> None:
     chunks = lender.put(2)
     for shard in range(lender.rig.fmt.shards):
         lender.rig.path(chunks[1], shard).unlink()
@@ -221,7 +221,7 @@ def test_early_loads_are_not_announced(lender: Lender) -> None:
     lender.settled(2 * lender.rig.fmt.shards)
 
 
-def test_a_tensor_of_read_only_bytes_keeps_them_no_longer_than_they_are_lent() -> None:
+def test_tensor_of_read_only_bytes_keeps_them_no_longer_than_they_are_lent() -> None:
     data = bytearray(b"0123456789")
     tensor = bytes_at(memoryview(data)[2:].toreadonly())
     assert tensor.tolist() == list(b"23456789")

@@ -59,7 +59,7 @@ def test_promised_stores_are_published_before_the_others(rig: Rig, backend: Faul
     until(lambda: ends.chunks == [one.chunk, three.chunk, two.chunk])
 
 
-def test_a_store_in_flight_becomes_promised(rig: Rig, backend: FaultyStorage) -> None:
+def test_store_in_flight_becomes_promised(rig: Rig, backend: FaultyStorage) -> None:
     gate = Gate(backend)
     one, two, three = rig.items(single(3), 0)
     ends, told = Ends(), Ends()

@@ -53,7 +53,7 @@ def chunk() -> Chunk:
 
 
 @pytest.mark.parametrize("outcome", list(StoreOutcome))
-def test_a_promise_is_broken_when_a_store_is_dropped(
+def test_promise_is_broken_when_a_store_is_dropped(
     rig: Rig, promises: Promises, outcome: StoreOutcome
 ) -> None:
     promises.note(rig.view, ONE, outcome)
@@ -64,7 +64,7 @@ def test_a_promise_is_broken_when_a_store_is_dropped(
 
 
 @pytest.mark.parametrize("result", list(StoreResult))
-def test_a_promise_is_broken_when_a_store_fails_or_is_lost(
+def test_promise_is_broken_when_a_store_fails_or_is_lost(
     rig: Rig, promises: Promises, result: StoreResult
 ) -> None:
     promises.watch(rig.view, ONE)(chunk(), result)
@@ -73,7 +73,7 @@ def test_a_promise_is_broken_when_a_store_fails_or_is_lost(
     assert marked(rig) == ({ONE} if broken else set())
 
 
-def test_a_tail_that_nobody_waits_for_leaves_no_marker(rig: Rig, promises: Promises) -> None:
+def test_tail_that_nobody_waits_for_leaves_no_marker(rig: Rig, promises: Promises) -> None:
     done = promises.watch(rig.view, "")
     for outcome in StoreOutcome:
         promises.note(rig.view, "", outcome)
@@ -84,7 +84,7 @@ def test_a_tail_that_nobody_waits_for_leaves_no_marker(rig: Rig, promises: Promi
     assert rig.count("promises_broken") == rig.count("markers_written") == 0
 
 
-def test_an_attempt_is_given_up_once(rig: Rig, promises: Promises, backend: FaultyStorage) -> None:
+def test_attempt_is_given_up_once(rig: Rig, promises: Promises, backend: FaultyStorage) -> None:
     counting = FaultyStorage(backend.inner)
     backend.inner = counting
     done = promises.watch(rig.view, ONE)
@@ -117,7 +117,7 @@ def test_what_is_not_an_attempt_harms_nothing(rig: Rig, promises: Promises) -> N
     assert (rig.count("promises_broken"), rig.count("markers_written")) == (2, 1)
 
 
-def test_the_keeper_learns_of_hand_overs(rig: Rig) -> None:
+def test_keeper_learns_of_hand_overs(rig: Rig) -> None:
     evictor = Evictor(rig.shelf.backend, CapacityConfig(), rig.counters)
     promises = Promises(rig.counters, evictor=evictor)
     assert evictor.schedule.leaves_until < 0
@@ -137,7 +137,7 @@ def test_the_keeper_learns_of_hand_overs(rig: Rig) -> None:
         RuntimeError("a mistake"),
     ],
 )
-def test_a_marker_that_cannot_be_written_is_counted_and_nothing_else(
+def test_marker_that_cannot_be_written_is_counted_and_nothing_else(
     rig: Rig,
     promises: Promises,
     backend: FaultyStorage,
@@ -184,7 +184,7 @@ def test_on_a_read_only_shelf_promises_are_broken_in_silence(tmp_path: Path) -> 
     assert not list((tmp_path / "shelf").iterdir())
 
 
-def test_a_storage_that_hangs_holds_up_neither_a_step_nor_the_end(
+def test_storage_that_hangs_holds_up_neither_a_step_nor_the_end(
     rig: Rig, promises: Promises, backend: FaultyStorage
 ) -> None:
     before = named("kvshelf-marker")
@@ -202,7 +202,7 @@ def test_a_storage_that_hangs_holds_up_neither_a_step_nor_the_end(
     assert rig.count("markers_written") == len(ATTEMPTS)
 
 
-def test_a_process_without_threads_writes_its_markers_later(
+def test_process_without_threads_writes_its_markers_later(
     rig: Rig, promises: Promises, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with none_can_be_started(monkeypatch, "kvshelf-marker"):

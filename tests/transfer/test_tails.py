@@ -77,7 +77,7 @@ def rig(backend: FaultyStorage, request: pytest.FixtureRequest) -> Iterator[Rig]
 
 @settings(max_examples=40, deadline=None)
 @given(native=st.booleans(), shards=st.sampled_from([1, 2]), tokens=st.integers(1, 7))
-def test_a_prompt_with_its_tail_comes_back_into_other_blocks(
+def test_prompt_with_its_tail_comes_back_into_other_blocks(
     native: bool, shards: int, tokens: int
 ) -> None:
     fmt = make_format(native=native, shards=shards, weights=f"user:{next(NUMBERS)}")
@@ -104,7 +104,7 @@ def test_a_prompt_with_its_tail_comes_back_into_other_blocks(
             assert torch.equal(after, old)
 
 
-def test_a_tail_in_canonical_shape_is_what_is_stored(rig: Rig) -> None:
+def test_tail_in_canonical_shape_is_what_is_stored(rig: Rig) -> None:
     tail = pieces(rig.fmt, 1, 5)[-1]
     put(rig, tail)
     for shard in range(rig.fmt.shards):
@@ -118,7 +118,7 @@ def test_a_tail_in_canonical_shape_is_what_is_stored(rig: Rig) -> None:
         assert torch.equal(found, torch.cat([part.reshape(-1) for part in expected]))
 
 
-def test_a_bad_tail_is_replaced_by_the_next_one_that_is_computed(rig: Rig) -> None:
+def test_bad_tail_is_replaced_by_the_next_one_that_is_computed(rig: Rig) -> None:
     tail = pieces(rig.fmt, 1, 3)[-1]
     put(rig, tail)
     path = rig.path(tail, 0)
@@ -130,7 +130,7 @@ def test_a_bad_tail_is_replaced_by_the_next_one_that_is_computed(rig: Rig) -> No
     assert rig.transfer.take_repaired() == [tail.key]
 
 
-def test_an_engine_whose_layout_is_unknown_has_no_tails(backend: FaultyStorage) -> None:
+def test_engine_whose_layout_is_unknown_has_no_tails(backend: FaultyStorage) -> None:
     shape = f"2,{HEADS // 2 * BLOCK * 32}"
     fmt = make_format(shape=shape, dtype="U8", layout="opaque-0123456789abcdef")
     assert not fmt.tails
@@ -145,7 +145,7 @@ def test_an_engine_whose_layout_is_unknown_has_no_tails(backend: FaultyStorage) 
         assert rig.chunks_in_use == 0
 
 
-def test_a_tail_that_was_read_ahead_is_taken_from_memory(tmp_path: Path) -> None:
+def test_tail_that_was_read_ahead_is_taken_from_memory(tmp_path: Path) -> None:
     fmt = make_format()
     tail = pieces(fmt, 1, 5)[-1]
     with closing(Rig(posix(tmp_path / "shelf"), fmt)) as rig:

@@ -155,7 +155,7 @@ def test_what_was_repaired_is_remembered_within_bounds(
         assert rig.transfer.take_repaired() == []
 
 
-def test_a_good_object_is_never_replaced_by_a_repair(rig: Rig) -> None:
+def test_good_object_is_never_replaced_by_a_repair(rig: Rig) -> None:
     (chunk,) = make_chunks(rig.fmt, 1)
     rig.put([chunk])
     before = rig.path(chunk, 0).stat()
@@ -198,7 +198,7 @@ def test_a_callback_that_raises_ends_no_thread(rig: Rig, caplog: pytest.LogCaptu
 # ------------------------------------------------------------------------- staging
 
 
-def test_a_full_pool_drops_stores_and_keeps_loads_going(rig: Rig, backend: FaultyStorage) -> None:
+def test_full_pool_drops_stores_and_keeps_loads_going(rig: Rig, backend: FaultyStorage) -> None:
     stored = make_chunks(rig.fmt, 2)
     rig.put(stored)
     gate = backend.hang("write")
@@ -229,7 +229,7 @@ class Bound:
         self.written += nbytes if written else 0
 
 
-def test_a_bound_of_the_shelf_drops_stores_before_they_take_memory(rig: Rig) -> None:
+def test_bound_of_the_shelf_drops_stores_before_they_take_memory(rig: Rig) -> None:
     stored, more = make_chunks(rig.fmt, 2), make_chunks(rig.fmt, 3, 7)
     rig.guard.bound = bound = Bound(1 << 40)
     rig.put(stored)
@@ -244,7 +244,7 @@ def test_a_bound_of_the_shelf_drops_stores_before_they_take_memory(rig: Rig) -> 
     assert rig.load(stored, 40)[0].failed_at is None
 
 
-def test_a_bound_that_is_reached_while_a_store_is_queued_drops_it(
+def test_bound_that_is_reached_while_a_store_is_queued_drops_it(
     rig: Rig, backend: FaultyStorage, caplog: pytest.LogCaptureFixture
 ) -> None:
     rig.put(make_chunks(rig.fmt, 1))
@@ -263,7 +263,7 @@ def test_a_bound_that_is_reached_while_a_store_is_queued_drops_it(
     assert rig.store(item, age=PATIENCE) == StoreOutcome.QUEUED, "it is not published"
 
 
-def test_a_store_that_fails_takes_those_behind_it_out_of_the_queue(
+def test_store_that_fails_takes_those_behind_it_out_of_the_queue(
     rig: Rig, backend: FaultyStorage
 ) -> None:
     gate = threading.Event()
@@ -289,7 +289,7 @@ def test_a_store_that_fails_takes_those_behind_it_out_of_the_queue(
     assert rig.chunks_in_use == 0
 
 
-def test_a_gather_that_fails_gives_its_buffers_back(rig: Rig) -> None:
+def test_gather_that_fails_gives_its_buffers_back(rig: Rig) -> None:
     (chunk,) = make_chunks(rig.fmt, 1)
     with pytest.raises(ValueError, match="slot_mapping"):
         rig.store(ChunkSlots(chunk, torch.tensor([0, 10_000])))
@@ -298,7 +298,7 @@ def test_a_gather_that_fails_gives_its_buffers_back(rig: Rig) -> None:
     assert rig.load([chunk], 20)[0].failed_at is None
 
 
-def test_a_load_ends_when_a_scatter_fails_of_an_object_that_was_given_up(rig: Rig) -> None:
+def test_load_ends_when_a_scatter_fails_of_an_object_that_was_given_up(rig: Rig) -> None:
     chunks = make_chunks(rig.fmt, 1)
     rig.put(chunks)
 
@@ -315,7 +315,7 @@ def test_a_load_ends_when_a_scatter_fails_of_an_object_that_was_given_up(rig: Ri
     assert rig.finished().failed_at == 0
 
 
-def test_a_scatter_that_fails_is_a_failed_load(rig: Rig) -> None:
+def test_scatter_that_fails_is_a_failed_load(rig: Rig) -> None:
     (chunk,) = make_chunks(rig.fmt, 1)
     rig.put([chunk])
     rig.start("r", [ChunkSlots(chunk, torch.tensor([0, 10_000]))])
@@ -332,7 +332,7 @@ def test_a_scatter_that_fails_is_a_failed_load(rig: Rig) -> None:
 @pytest.mark.parametrize(
     "error", [ReadOnlyStorageError(30, "EROFS"), NoSpaceStorageError(28, "ENOSPC")]
 )
-def test_a_storage_that_takes_no_writes_pauses_stores_only(
+def test_storage_that_takes_no_writes_pauses_stores_only(
     rig: Rig, backend: FaultyStorage, error: Exception, caplog: pytest.LogCaptureFixture
 ) -> None:
     stored = make_chunks(rig.fmt, 1)
@@ -349,7 +349,7 @@ def test_a_storage_that_takes_no_writes_pauses_stores_only(
     assert rig.load(stored, 40)[0].failed_at is None
 
 
-def test_a_read_only_shelf_costs_no_gather(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_read_only_shelf_costs_no_gather(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with closing(Rig(posix(tmp_path / "shelf"))) as writer:
         chunks = make_chunks(writer.fmt, 2)
         writer.put(chunks)
@@ -408,7 +408,7 @@ def test_one_object_that_hangs_does_not_fail_the_loads_of_others(
 
 
 @pytest.mark.parametrize("arrives", [0, 2])
-def test_a_load_that_is_slower_than_computing_is_cut(backend: FaultyStorage, arrives: int) -> None:
+def test_load_that_is_slower_than_computing_is_cut(backend: FaultyStorage, arrives: int) -> None:
     with closing(Rig(backend)) as rig:
         chunks = make_chunks(rig.fmt, 4)
         rig.put(chunks)
@@ -527,7 +527,7 @@ def test_no_store_is_taken_that_no_thread_is_left_for(
         assert rig.load(chunks, 20)[0].failed_at is None
 
 
-def test_a_thread_that_is_given_up_as_its_call_returns_is_given_up_with_its_next_chunk(
+def test_thread_that_is_given_up_as_its_call_returns_is_given_up_with_its_next_chunk(
     backend: FaultyStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with closing(Rig(backend)) as rig:
@@ -580,7 +580,7 @@ def test_closing_waits_for_a_bounded_time_and_says_what_was_lost(
     assert rig.store(rig.items(make_chunks(rig.fmt, 1, 9), 0)[0]) == StoreOutcome.UNAVAILABLE
 
 
-def test_a_store_that_closing_overtakes_is_dropped_with_its_memory(
+def test_store_that_closing_overtakes_is_dropped_with_its_memory(
     rig: Rig, backend: FaultyStorage
 ) -> None:
     inside, gate = threading.Event(), threading.Event()

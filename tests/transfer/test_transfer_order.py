@@ -105,7 +105,7 @@ def _next_open(gate: Gate, before: int) -> None:
     until(lambda: len(gate.opened) > before)
 
 
-def test_a_short_load_is_not_held_up_by_a_long_one(rig: Rig, gate: Gate) -> None:
+def test_short_load_is_not_held_up_by_a_long_one(rig: Rig, gate: Gate) -> None:
     long, short = make_chunks(rig.fmt, 60), make_chunks(rig.fmt, 2, 7)
     for chunks in (long, short):
         for first in range(0, len(chunks), 10):
@@ -147,7 +147,7 @@ def test_equal_loads_end_one_after_the_other(rig: Rig, gate: Gate) -> None:
     assert all(load.failed_at is None for load in rig.all_ended(3).values())
 
 
-def test_the_oldest_load_comes_to_its_end_whatever_comes_after_it(rig: Rig, gate: Gate) -> None:
+def test_oldest_load_comes_to_its_end_whatever_comes_after_it(rig: Rig, gate: Gate) -> None:
     oldest = make_chunks(rig.fmt, 12)
     rig.put(oldest)
     others = [make_chunks(rig.fmt, 1, seed) for seed in range(1, 40)]
@@ -184,7 +184,7 @@ def test_objects_come_in_the_order_of_the_prompt_and_what_is_there_is_usable(
     assert rig.finished().failed_at is None
 
 
-def test_an_aborted_load_makes_no_further_reads(rig: Rig, gate: Gate) -> None:
+def test_aborted_load_makes_no_further_reads(rig: Rig, gate: Gate) -> None:
     chunks, others = make_chunks(rig.fmt, 20), make_chunks(rig.fmt, 2, 7)
     rig.put(chunks[:10])
     rig.put(chunks[10:])
@@ -282,7 +282,7 @@ def test_loads_that_share_a_read_that_hangs_fail_with_it_and_later_ones_read_ane
         assert all(map(torch.equal, before, rig.caches))
 
 
-def test_a_thread_that_is_taken_for_kept_while_it_waits_is_watched_over_all_the_same(
+def test_thread_that_is_taken_for_kept_while_it_waits_is_watched_over_all_the_same(
     gate: Gate,
 ) -> None:
     with closing(Rig(gate, options={"load_threads": 2})) as rig:
@@ -505,7 +505,7 @@ def test_choice_among_hundreds_of_loads_looks_at_the_oldest_alone(rig: Rig) -> N
     assert 0 < LookedAt.looks <= 2 * loads._COMPARED
 
 
-def test_a_load_has_the_time_that_later_ones_may_take_from_it(
+def test_load_has_the_time_that_later_ones_may_take_from_it(
     gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with closing(Rig(gate, deadlines=Deadlines(read=5.0, bytes_per_second=1e3))) as rig:

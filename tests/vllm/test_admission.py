@@ -146,7 +146,7 @@ def test_what_is_computed_behind_a_cut_load_says_enough(engine: Engine, seconds:
 
 
 @pytest.mark.parametrize("seconds", [0.1, 0.5, 0.8, 5.0])
-def test_a_hit_is_loaded_only_where_computing_takes_longer(engine: Engine, seconds: float) -> None:
+def test_hit_is_loaded_only_where_computing_takes_longer(engine: Engine, seconds: float) -> None:
     engine.learn(seconds)
     found = engine.side.ask(engine.request(65))
     # Computing it takes 0.64 s.
@@ -169,7 +169,7 @@ def test_long_hits_are_loaded_from_a_storage_that_is_too_slow_for_short_ones(
     assert engine.side.ask(engine.request(long)) == long - 1
 
 
-def test_a_refused_hit_is_counted_once_and_noted(engine: Engine) -> None:
+def test_refused_hit_is_counted_once_and_noted(engine: Engine) -> None:
     engine.learn(5.0)
     request = engine.request(65)
     for _ in range(3):
@@ -187,7 +187,7 @@ def test_always_loads_everything_and_cuts_nothing(root: Path) -> None:
     engine.side.close()
 
 
-def test_a_load_is_cut_when_computing_the_rest_is_sooner(engine: Engine) -> None:
+def test_load_is_cut_when_computing_the_rest_is_sooner(engine: Engine) -> None:
     engine.learn(0.1)
     # Of eight chunks, with so many of them there.
     expected = [1.25 * TOKEN * 64 - TOKEN * (64 - 8 * chunks) for chunks in range(8)]
@@ -215,7 +215,7 @@ def test_what_kvshelf_makes_a_request_wait_counts_and_nothing_else(engine: Engin
     assert engine.patience(request) == pytest.approx(alone)
 
 
-def test_the_wait_for_a_hand_over_does_not_count(engine: Engine) -> None:
+def test_wait_for_a_hand_over_does_not_count(engine: Engine) -> None:
     engine.learn(0.1)
     alone = engine.patience(engine.request(65))
     tokens = prompt(97, 500)
@@ -230,7 +230,7 @@ def test_the_wait_for_a_hand_over_does_not_count(engine: Engine) -> None:
     assert engine.patience(request) == pytest.approx(alone)
 
 
-def test_a_load_costs_nothing_while_other_prompts_are_computed(engine: Engine) -> None:
+def test_load_costs_nothing_while_other_prompts_are_computed(engine: Engine) -> None:
     engine.learn(0.8)
     assert engine.side.ask(engine.request(65)) == 0
     other = Request("other", prompt(500, 77))
@@ -244,7 +244,7 @@ def test_a_load_costs_nothing_while_other_prompts_are_computed(engine: Engine) -
     assert op.patience[0] == pytest.approx(TOKEN * (436 + 16), rel=0.05)
 
 
-def test_a_request_that_is_computed_counts_before_its_step(engine: Engine) -> None:
+def test_request_that_is_computed_counts_before_its_step(engine: Engine) -> None:
     engine.learn(0.8)
     first, second = engine.request(65), engine.request(65)
     for request in (first, second):
@@ -274,7 +274,7 @@ def test_loads_that_run_at_once_are_not_all_cut(engine: Engine) -> None:
         assert op.patience[0] == pytest.approx(TOKEN * (65 * before + 16), rel=0.05)
 
 
-def test_a_load_that_failed_is_in_the_way_of_no_other(engine: Engine) -> None:
+def test_load_that_failed_is_in_the_way_of_no_other(engine: Engine) -> None:
     engine.learn(0.195)
     failed = [engine.request(201) for _ in range(8)]
     for request in failed:
@@ -286,7 +286,7 @@ def test_a_load_that_failed_is_in_the_way_of_no_other(engine: Engine) -> None:
     assert engine.side.ask(engine.request(65)) == 64
 
 
-def test_a_request_counts_its_wait_for_the_load_of_another(engine: Engine) -> None:
+def test_request_counts_its_wait_for_the_load_of_another(engine: Engine) -> None:
     engine.learn(0.1)
     first = engine.request(201)
     engine.side.load(first, engine.side.ask(first))
@@ -300,7 +300,7 @@ def test_a_request_counts_its_wait_for_the_load_of_another(engine: Engine) -> No
     assert op.patience[0] == pytest.approx(cut.patience[0] - 0.5)
 
 
-def test_a_request_whose_hit_is_refused_waits_for_no_load(engine: Engine) -> None:
+def test_request_whose_hit_is_refused_waits_for_no_load(engine: Engine) -> None:
     engine.learn(5.0)
     # Once a minute a hit is loaded all the same.
     engine.clock.now += 61.0
@@ -338,7 +338,7 @@ def test_what_nobody_has_promised_is_loaded_where_that_pays(
     assert [len(op.patience) for op in engine.side.step().loads] == [8] * (expected // 64)
 
 
-def test_a_saturated_engine_has_time_for_each_load(start: Start) -> None:
+def test_saturated_engine_has_time_for_each_load(start: Start) -> None:
     prompts = [prompt(203, number) for number in range(12)]
     start().run(*prompts)
     # Blocks for two of them.
@@ -357,7 +357,7 @@ def test_a_saturated_engine_has_time_for_each_load(start: Start) -> None:
     assert all(op.patience[0] > 0 for op in loads)
 
 
-def test_a_question_costs_the_same_whatever_waits_and_runs(
+def test_question_costs_the_same_whatever_waits_and_runs(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine.learn(0.1)
@@ -387,7 +387,7 @@ def test_a_question_costs_the_same_whatever_waits_and_runs(
         assert question() == alone
 
 
-def test_a_storage_that_has_become_fast_is_used_again(engine: Engine) -> None:
+def test_storage_that_has_become_fast_is_used_again(engine: Engine) -> None:
     """A hit is loaded where none was for a minute, all of it at once, and cut as others are."""
     engine.learn(5.0)
     explored = engine.counted("explored_loads")
@@ -502,7 +502,7 @@ def test_what_a_disk_tier_has_is_loaded_though_this_engine_never_saw_it(
     assert again(behind_disk_tier, behind_disk_tier.near[3]) == 64
 
 
-def test_a_tier_that_has_become_fast_says_nothing_of_the_storage(
+def test_tier_that_has_become_fast_says_nothing_of_the_storage(
     behind_disk_tier: BehindDiskTier,
 ) -> None:
     engine = behind_disk_tier

@@ -64,13 +64,13 @@ def two_cpus() -> list[int]:
     return sorted(os.sched_getaffinity(0))
 
 
-def test_a_thread_may_run_beside_the_rank_that_started_it(two_cpus: list[int]) -> None:
+def test_thread_may_run_beside_the_rank_that_started_it(two_cpus: list[int]) -> None:
     first = two_cpus[0]
     everywhere = " ".join(map(str, two_cpus))
     assert _processors_of_a_thread(first, None) == f"{everywhere} main {first}"
 
 
-def test_a_thread_leaves_the_processors_of_other_ranks_alone(two_cpus: list[int]) -> None:
+def test_thread_leaves_the_processors_of_other_ranks_alone(two_cpus: list[int]) -> None:
     first, second, *free = two_cpus
     expected = " ".join(map(str, [first, *free]))
     assert _processors_of_a_thread(first, second) == f"{expected} main {first}"

@@ -97,7 +97,7 @@ class Consumer:
 # ----------------------------------------------------------------------------- how long
 
 
-def test_a_whole_prompt_and_its_tail_are_waited_for(start: Start) -> None:
+def test_whole_prompt_and_its_tail_are_waited_for(start: Start) -> None:
     consumer = Consumer(start())
     consumer.at(0.6).publish(0, 2).at(1.7).publish(2, 6).at(3.8).publish(6)
     assert waits(consumer.engine, consumer.name)
@@ -161,7 +161,7 @@ def test_request_that_may_not_wait_or_has_no_producer_is_computed_at_once(
     assert counts(consumer.engine) == counted
 
 
-def test_the_time_of_a_wait_begins_when_vllm_asks(start: Start) -> None:
+def test_time_of_a_wait_begins_when_vllm_asks(start: Start) -> None:
     """And what has appeared since the request came is seen."""
     engine = start(requests=1)
     engine.add("first", prompt(40, seed=99), answer=50)

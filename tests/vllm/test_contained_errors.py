@@ -211,7 +211,7 @@ def watch(patch: pytest.MonkeyPatch, kind: type, name: str, note: Callable[[], N
         *(pytest.param(runner, 10_000, marks=pytest.mark.slow) for runner in RUNNERS),
     ],
 )
-def test_an_error_in_any_method_in_any_step_loses_nothing(
+def test_error_in_any_method_in_any_step_loses_nothing(
     start: Start, backend: FaultyStorage, runner: str, most: int
 ) -> None:
     engine = start(runner)
@@ -278,9 +278,7 @@ def fill(engine: EngineModel) -> list[list[int]]:
     return prompts
 
 
-def test_an_error_at_the_end_keeps_nothing_open(
-    start: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_error_at_the_end_keeps_nothing_open(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     others = named("kvshelf")
     engine = start()
     fill(engine)
@@ -293,7 +291,7 @@ def test_an_error_at_the_end_keeps_nothing_open(
     until(lambda: not any(thread.is_alive() for thread in threads))
 
 
-def test_a_load_that_cannot_be_planned_is_reported_as_failed(
+def test_load_that_cannot_be_planned_is_reported_as_failed(
     engine: EngineModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompts = fill(engine)

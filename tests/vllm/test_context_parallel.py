@@ -172,7 +172,7 @@ class Group:
     rank_in_group = 1
 
 
-def test_a_group_of_another_order_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_group_of_another_order_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registration, "model_parallel_is_initialized", lambda: True)
     monkeypatch.setattr(registration, "get_dcp_group", Group)
     topology = Topology(1, 1, 8, decode_context=4)
@@ -185,9 +185,7 @@ def test_a_group_of_another_order_is_refused(monkeypatch: pytest.MonkeyPatch) ->
 # ------------------------------------------------------------------------- the connector
 
 
-def test_an_engine_says_that_it_only_loads(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_engine_says_that_it_only_loads(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for size, role, warned in ((1, "kv_both", 0), (2, "kv_both", 1), (2, "kv_consumer", 0)):
         config = make_config(str(tmp_path), role=role)
         config.parallel_config.decode_context_parallel_size = size

@@ -274,7 +274,7 @@ def test_caches_that_come_back_elsewhere_are_used_there(start: Start) -> None:
     assert not any(cache.any() for cache in old.values())
 
 
-def test_the_gpu_of_a_worker_copies_from_a_node_servers_memory(
+def test_gpu_of_a_worker_copies_from_a_node_servers_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked: list[tuple[bool, torch.device | None]] = []
@@ -308,7 +308,7 @@ def test_the_gpu_of_a_worker_copies_from_a_node_servers_memory(
 
 
 @pytest.mark.real
-def test_a_node_server_takes_stores_from_the_memory_of_a_worker(
+def test_node_server_takes_stores_from_the_memory_of_a_worker(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Whoever calls it fails.
@@ -359,7 +359,7 @@ def test_after_a_device_failed_the_engine_goes_on_as_with_no_cache(
     assert pinned_bytes(engine) == 0
 
 
-def test_an_engine_that_is_shut_down_waits_for_its_copies(
+def test_engine_that_is_shut_down_waits_for_its_copies(
     backend: FaultyStorage,
 ) -> None:
     engine = EngineModel(backend.url, runner="V2 on a device", prefix_caching=False)

@@ -82,7 +82,7 @@ def check(answer: Answer, expected: Answer, shelf_tokens: int) -> None:
 
 
 @pytest.mark.parametrize("length", [1, 40, 256, 1000])
-def test_the_consumer_loads_the_whole_prompt(
+def test_consumer_loads_the_whole_prompt(
     pair: Pair, reference: Reference, prompt: MakePrompt, length: int
 ) -> None:
     """It computes one token; prompts shorter than a chunk, ending with a chunk, and longer."""

@@ -80,7 +80,7 @@ def test_kv_of_a_drafter_moves_through_the_memory_of_the_model(start: Start) -> 
 
 
 @pytest.mark.parametrize("others_fill", [False, True])
-def test_a_drafter_that_runs_when_the_step_may_be_over_decides_only_on_its_own_kv(
+def test_drafter_that_runs_when_the_step_may_be_over_decides_only_on_its_own_kv(
     start: Start, tmp_path: Path, others_fill: bool
 ) -> None:
     """In the order of vLLM's second model runner."""
@@ -95,7 +95,7 @@ def test_a_drafter_that_runs_when_the_step_may_be_over_decides_only_on_its_own_k
 
 
 @pytest.mark.parametrize("ends", ["cut", "failed"])
-def test_a_load_of_a_drafters_kv_ends_with_the_models(
+def test_load_of_a_drafters_kv_ends_with_the_models(
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: str
 ) -> None:
     start().run(prompt(30))
@@ -173,7 +173,7 @@ def test_after_an_error_the_scheduler_leaves_the_drafter_out(
     assert drafts.left_out
 
 
-def test_a_worker_without_its_drafter_tells_so_when_its_first_report_is_lost(start: Start) -> None:
+def test_worker_without_its_drafter_tells_so_when_its_first_report_is_lost(start: Start) -> None:
     engine = start()
     assert engine.worker.side.registration.drafter is not None
     engine.worker.side.registration.drafter.disable("an error")
@@ -185,7 +185,7 @@ def test_a_worker_without_its_drafter_tells_so_when_its_first_report_is_lost(sta
 
 
 @pytest.mark.parametrize("where", ["slots_to_load", "slots_to_store"])
-def test_an_error_of_the_drafter_in_a_worker_leaves_the_models_kv_alone(
+def test_error_of_the_drafter_in_a_worker_leaves_the_models_kv_alone(
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     first, second = start(), start()
@@ -225,7 +225,7 @@ FEWER = "fewer drafts are accepted"
         ),
     ],
 )
-def test_a_drafter_that_is_left_out_changes_nothing_else(
+def test_drafter_that_is_left_out_changes_nothing_else(
     start: Start,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
@@ -321,13 +321,13 @@ def config() -> SimpleNamespace:
         (Runner(speculator=None), set()),
     ],
 )
-def test_the_model_runner_knows_the_drafters_layers(
+def test_model_runner_knows_the_drafters_layers(
     config: SimpleNamespace, runner: Runner, expected: set[str]
 ) -> None:
     assert runner.register(config) == expected
 
 
-def test_the_model_runner_is_found_above_a_worker_with_a_drafter(config: SimpleNamespace) -> None:
+def test_model_runner_is_found_above_a_worker_with_a_drafter(config: SimpleNamespace) -> None:
     class Worker:
         drafter = None
 
@@ -344,7 +344,7 @@ def test_the_model_runner_is_found_above_a_worker_with_a_drafter(config: SimpleN
 
 
 @pytest.mark.parametrize("runner", [Runner(), Runner(drafter=SimpleNamespace())])
-def test_an_engine_that_does_not_tell_its_drafters_layers_is_refused(
+def test_engine_that_does_not_tell_its_drafters_layers_is_refused(
     config: SimpleNamespace, runner: Runner
 ) -> None:
     with pytest.raises(UnsupportedError, match=r"does not tell which layers .* method 'eagle'"):
@@ -399,7 +399,7 @@ def test_computing_blocks_anew_after_they_left_the_cache_makes_them_good() -> No
     assert rows.is_stored(request, 0, 12, 16)
 
 
-def test_a_spoiled_block_is_remembered_once_it_has_a_hash() -> None:
+def test_spoiled_block_is_remembered_once_it_has_a_hash() -> None:
     rows = Rows()
     request = rows.request("growing")
     hashes, request.block_hashes = request.block_hashes, []

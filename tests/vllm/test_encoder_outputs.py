@@ -51,7 +51,7 @@ def test_what_was_encoded_before_a_change_is_old_until_a_reset(
     assert not outputs.are_old(ITEMS)
 
 
-def test_a_reset_while_the_weights_are_compared_leaves_nothing_old(
+def test_reset_while_the_weights_are_compared_leaves_nothing_old(
     outputs: EncoderOutputs, manager: EncoderCacheManager
 ) -> None:
     encode(manager)

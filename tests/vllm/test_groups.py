@@ -125,7 +125,7 @@ def test_drafts_beside_windows_and_states_are_served(
         ([layer("window", 64, 64), layer("full", 768)], 768),
     ],
 )
-def test_the_chunk_size_follows_from_the_blocks(tmp_path: Path, specs: Any, chosen: int) -> None:
+def test_chunk_size_follows_from_the_blocks(tmp_path: Path, specs: Any, chosen: int) -> None:
     groups = _groups(tmp_path, specs)
     assert with_chunk_size(Config(), groups).chunk_size == chosen
     given = Config(chunk_size=2 * groups.alignment)

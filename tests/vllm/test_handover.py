@@ -53,7 +53,7 @@ handovers = st.builds(
 
 
 @given(handovers)
-def test_a_consumer_reads_what_a_producer_answered(handover: Handover) -> None:
+def test_consumer_reads_what_a_producer_answered(handover: Handover) -> None:
     params = handover.params()
     assert all(name.startswith("kvshelf_") for name in params)
     assert read_handover(json.loads(json.dumps(params))) == handover
@@ -66,7 +66,7 @@ def test_what_promises_nothing_is_no_handover_and_not_bare(expected: bool) -> No
     assert read_bare(params, expected=expected) is None
 
 
-def test_a_later_version_says_what_to_do() -> None:
+def test_later_version_says_what_to_do() -> None:
     with pytest.raises(ValueError, match="found 2, expected 1; run the same release"):
         read_handover(GOOD.params() | {"kvshelf_version": 2})
 
@@ -103,7 +103,7 @@ def read_or_refuse(params: object) -> None:
 
 
 @pytest.mark.parametrize("field", ["do_remote_decode", "kvshelf_handover"])
-def test_a_request_asks_by_a_field_that_is_true(field: str) -> None:
+def test_request_asks_by_a_field_that_is_true(field: str) -> None:
     assert asks_for_handover({field: True, "do_remote_prefill": False, "remote_host": None})
     for value in (False, None, 1, "true", [True]):
         assert not asks_for_handover({field: value})

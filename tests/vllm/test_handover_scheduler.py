@@ -149,7 +149,7 @@ def engine(start: Start) -> EngineModel:
 @pytest.mark.parametrize(
     ("length", "budget"), [(1, 64), (7, 64), (31, 30), (32, 64), (33, 32), (64, 64), (203, 64)]
 )
-def test_a_whole_prompt_is_promised_and_stored(
+def test_whole_prompt_is_promised_and_stored(
     start: Start, length: int, budget: int, asynchronous: bool
 ) -> None:
     engine = start(asynchronous=asynchronous, budget=budget)
@@ -192,7 +192,7 @@ def test_while_a_rank_can_write_nothing_nothing_is_promised(engine: EngineModel)
     assert engine.params["third"]["kvshelf_tokens"] == 203
 
 
-def test_a_prompt_that_is_aborted_is_not_promised(start: Start) -> None:
+def test_prompt_that_is_aborted_is_not_promised(start: Start) -> None:
     engine = start(budget=32)
     engine.add("r", prompt(203), answer=1, transfer=ASKED)
     while not any(meta.stores for meta in engine.metas):
@@ -419,7 +419,7 @@ def test_prompt_that_is_handed_over_whole_is_loaded_up_to_a_tail_or_an_image_at_
 
 
 @pytest.mark.parametrize(("model", "end"), [("plain", "late"), ("Gemma 3", "complete")])
-def test_a_load_that_fails_ends_no_wait_that_goes_on(
+def test_load_that_fails_ends_no_wait_that_goes_on(
     start: Start, monkeypatch: pytest.MonkeyPatch, model: str, end: str
 ) -> None:
     monkeypatch.setattr(handovers, "MAX_WAITING", 1)
@@ -447,7 +447,7 @@ def test_a_load_that_fails_ends_no_wait_that_goes_on(
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_prompt_is_stored_and_handed_over_beside_any_other_request(
+def test_prompt_is_stored_and_handed_over_beside_any_other_request(
     start: Start, ranks: int, asynchronous: bool
 ) -> None:
     hit, tokens = prompt(200), prompt(203, seed=1)
@@ -518,7 +518,7 @@ def rests(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return slept
 
 
-def test_a_step_sleeps_while_only_waiting_requests_are_left(
+def test_step_sleeps_while_only_waiting_requests_are_left(
     rests: list[float], waiting: Waiting
 ) -> None:
     engine, promised, clock = waiting()

@@ -63,7 +63,7 @@ def ask() -> Ask:
     return ask
 
 
-def test_a_hit_is_as_one_in_memory(hybrid: Engine, shelf: HybridFiles, prompt: MakePrompt) -> None:
+def test_hit_is_as_one_in_memory(hybrid: Engine, shelf: HybridFiles, prompt: MakePrompt) -> None:
     """Must be the first test with this engine."""
     hit = 3 * CHUNK
     tokens = prompt(hit + 40)
@@ -86,7 +86,7 @@ def test_a_hit_is_as_one_in_memory(hybrid: Engine, shelf: HybridFiles, prompt: M
     assert len(shelf.namespaces()) == 1
 
 
-def test_a_conversation_goes_on(
+def test_conversation_goes_on(
     hybrid: Engine, shelf: HybridFiles, ask: Ask, prompt: MakePrompt
 ) -> None:
     tokens = prompt(2 * CHUNK + 50)
@@ -99,7 +99,7 @@ def test_a_conversation_goes_on(
         shelf.wait_hit(following, 3 * CHUNK)
 
 
-def test_the_answer_depends_on_one_byte_of_a_state(
+def test_answer_depends_on_one_byte_of_a_state(
     hybrid: Engine, shelf: HybridFiles, prompt: MakePrompt
 ) -> None:
     """The control of this module: with a wrong state whose hash is right, the answer is wrong."""

@@ -221,7 +221,7 @@ def test_answer_with_a_chunk_that_is_known_to_be_gone_is_looked_up_again(
         ("plain", 0, 42, 42),
     ],
 )
-def test_a_hit_is_refused_exactly_where_vllm_would_never_take_it(
+def test_hit_is_refused_exactly_where_vllm_would_never_take_it(
     start: Start, model: str, drafts: int, blocks: int, loaded: int
 ) -> None:
     """Beside a load vLLM keeps blocks free for drafts, and waits for them."""

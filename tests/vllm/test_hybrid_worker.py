@@ -335,7 +335,7 @@ def holds(worker: HybridWorker, expected: Sequence[Tensor]) -> bool:
 # ------------------------------------------------------------------------- what is described
 
 
-def test_the_record_names_the_kind_of_each_layer(rig: Rig) -> None:
+def test_record_names_the_kind_of_each_layer(rig: Rig) -> None:
     worker = rig.worker("three kinds")
     record = worker.namespace().record
     assert record["layer_names"] == [
@@ -361,7 +361,7 @@ def test_attention_within_pieces_of_the_prompt_is_of_kind_window(rig: Rig) -> No
     assert record["sliding_windows"] == [-1] * 4
 
 
-def test_a_window_that_only_vllm_s_specification_states_is_in_the_record(rig: Rig) -> None:
+def test_window_that_only_vllm_s_specification_states_is_in_the_record(rig: Rig) -> None:
     known, worker = rig.worker("gemma").namespace(), rig.worker("gemma")
     for layer in worker.layers.values():
         del layer.sliding_window
@@ -370,7 +370,7 @@ def test_a_window_that_only_vllm_s_specification_states_is_in_the_record(rig: Ri
     assert worker.namespace() == known
 
 
-def test_a_state_that_lies_elsewhere_is_refused(rig: Rig) -> None:
+def test_state_that_lies_elsewhere_is_refused(rig: Rig) -> None:
     worker = rig.worker("qwen")
     name = worker.names[0][0]
     first, second = worker.layers[name].kv_cache
@@ -429,7 +429,7 @@ def test_windows_without_memory_are_dropped_and_full_chunks_are_refused(rig: Rig
 
 @pytest.mark.parametrize("kind", [FULL, WINDOW, STATE])
 @pytest.mark.parametrize("damage", [True, False])
-def test_a_load_of_which_one_object_is_missing_or_bad_fails_as_a_whole(
+def test_load_of_which_one_object_is_missing_or_bad_fails_as_a_whole(
     rig: Rig, kind: Kind, damage: bool
 ) -> None:
     writer, reader = rig.engine("three kinds"), rig.engine("three kinds")
@@ -458,7 +458,7 @@ def test_a_load_of_which_one_object_is_missing_or_bad_fails_as_a_whole(
     assert until_loaded(reader, load_op(reader, chunks, tables(reader, 48, 9), name="s")) == set()
 
 
-def test_a_load_without_what_it_needs_is_refused(rig: Rig) -> None:
+def test_load_without_what_it_needs_is_refused(rig: Rig) -> None:
     reader = rig.engine("three kinds")
     chunks = chunks_of(reader.namespace_open, 2)
     whole = load_op(reader, chunks, tables(reader, 32, 1))
@@ -542,7 +542,7 @@ def test_states_are_used_at_their_new_place_after_sleep(rig: Rig) -> None:
     assert holds(reader, expected)
 
 
-def test_a_state_of_another_form_after_sleep_ends_caching(rig: Rig) -> None:
+def test_state_of_another_form_after_sleep_ends_caching(rig: Rig) -> None:
     reader = rig.engine("qwen")
     reader.side.fall_asleep()
     name = reader.names[0][0]
@@ -574,7 +574,7 @@ WINDOW_DRAFTS = ["the model's windows", "windows of its own"]
 
 
 @pytest.mark.parametrize("place", WINDOW_DRAFTS)
-def test_a_drafter_with_windows_is_left_out(rig: Rig, place: str) -> None:
+def test_drafter_with_windows_is_left_out(rig: Rig, place: str) -> None:
     writer, reader = (rig.engine(with_drafter(place)) for _ in range(2))
     assert reader.side.registration.drafter is not None
     assert "sliding windows" in reader.side.registration.drafter.disabled_reason
@@ -586,7 +586,7 @@ def test_a_drafter_with_windows_is_left_out(rig: Rig, place: str) -> None:
 
 
 @pytest.mark.parametrize(("models", "drafters"), [("full", "window"), ("window", "full")])
-def test_a_model_of_one_group_has_no_kinds_beside_a_drafter_of_another(
+def test_model_of_one_group_has_no_kinds_beside_a_drafter_of_another(
     rig: Rig, models: str, drafters: str
 ) -> None:
     own = Layers(models, names("attn", 2, 0, 1))

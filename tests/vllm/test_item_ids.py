@@ -167,7 +167,7 @@ def sent(
     return list(features)
 
 
-def test_the_engine_s_process_gets_content_ids_as_without_kvshelf(
+def test_engine_s_process_gets_content_ids_as_without_kvshelf(
     processor: InputProcessor,
 ) -> None:
     made = hashes(CAT, DOG, uuids=[None, "dog"])
@@ -193,7 +193,7 @@ def adapting(processor: InputProcessor, monkeypatch: pytest.MonkeyPatch) -> Inpu
 
 @pytest.mark.parametrize("uuid", [None, "cat"])
 @pytest.mark.parametrize("options", ["", "3" * 64])
-def test_an_adapter_s_name_is_not_in_keys(
+def test_adapter_s_name_is_not_in_keys(
     adapting: InputProcessor, uuid: str | None, options: str
 ) -> None:
     """Its content is."""
@@ -243,7 +243,7 @@ def test_no_client_makes_an_id_that_is_trusted(name: str, adapter: str) -> None:
 # ------------------------------------------------------------------------- in keys
 
 
-def test_the_name_in_a_key_says_by_which_processor(processor: InputProcessor) -> None:
+def test_name_in_a_key_says_by_which_processor(processor: InputProcessor) -> None:
     other = "2" * 64
     for uuids in (None, ["cat"]):
         (one,) = sent(processor, hashes(CAT, uuids=uuids))
@@ -259,7 +259,7 @@ def test_the_name_in_a_key_says_by_which_processor(processor: InputProcessor) ->
         assert judge(feature, salt="salt", **engine)
 
 
-def test_a_trusted_uuid_has_one_name_with_and_without_marks(processor: InputProcessor) -> None:
+def test_trusted_uuid_has_one_name_with_and_without_marks(processor: InputProcessor) -> None:
     (marked,) = sent(processor, hashes(CAT, uuids=["cat"]))
     plain = SimpleNamespace(identifier="cat", mm_hash="cat")
     assert ids(trust=True).in_key(marked) == ids(trust=True).in_key(plain)

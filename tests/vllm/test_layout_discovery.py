@@ -105,7 +105,7 @@ def skip_refused(isa: str, *arguments: Any) -> None:
     [(isa, dtype, "auto", *shape) for isa, *shape in PACKINGS for dtype in DTYPES]
     + [(isa, torch.bfloat16, name, *FP8_SHAPE) for isa in ("vec", "amx") for name in FP8],
 )
-def test_a_recording_is_what_the_kernel_does(
+def test_recording_is_what_the_kernel_does(
     isa: str, dtype: torch.dtype, kv_cache_dtype: str, block_size: int, head_size: int
 ) -> None:
     skip_refused(isa, dtype, kv_cache_dtype, block_size, head_size)
@@ -180,7 +180,7 @@ def taking(parameters: str) -> Counting:
     return made
 
 
-def test_an_mla_update_that_needs_further_arguments_is_unknown() -> None:
+def test_mla_update_that_needs_further_arguments_is_unknown() -> None:
     def update(self, kv_c_normed, k_pe, kv_cache, slot_mapping, kv_cache_dtype, k_scale, scales):  # type: ignore[no-untyped-def]
         raise AssertionError("called without knowing what it means")
 
@@ -294,7 +294,7 @@ def test_what_is_not_known_is_not_written_to(changes: dict[str, Any], reason: st
     "bound",
     [torch.tensor([]), torch.zeros(4, 2, 128, 128, dtype=torch.bfloat16), [torch.zeros(4)], None],
 )
-def test_a_layer_that_uses_other_memory_is_refused(bound: Any) -> None:
+def test_layer_that_uses_other_memory_is_refused(bound: Any) -> None:
     layer = cpu_layer("vec", impl=Counting())
     layer.registered, layer.kv_cache = layer.kv_cache, bound
     with pytest.raises(UnsupportedError, match="not the one that is bound"):
@@ -315,7 +315,7 @@ def test_what_cannot_be_native_is_canonical() -> None:
     assert len(choose(mixed).runs) == 2
 
 
-def test_a_cache_that_another_kernel_may_write_is_opaque(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_that_another_kernel_may_write_is_opaque(monkeypatch: pytest.MonkeyPatch) -> None:
     """Attributes of vLLM 0.33, on layers of the installed version."""
     plain = cpu_layer("vec")
     assert probe(plain)[0].learned.layout is not None

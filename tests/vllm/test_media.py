@@ -176,7 +176,7 @@ def test_options_that_change_kv_of_media_differ(engine: Callable[..., EngineMedi
     assert len(set(found)) == len(found)
 
 
-def test_the_longest_prompt_counts_where_images_are_fitted_into_it() -> None:
+def test_longest_prompt_counts_where_images_are_fitted_into_it() -> None:
     from vllm.model_executor.models.registry import _VLLM_MODELS
 
     assert set(media._FIT_INTO_PROMPT) == {

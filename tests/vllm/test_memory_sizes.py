@@ -136,7 +136,7 @@ def test_memory_holds_the_spare_slots_and_three_chunks_on_a_small_machine(
     assert taken(engine, kinds) == spare_bytes(engine, kinds) + 3 * chunk
 
 
-def test_a_step_counts_states_for_a_quarter_of_its_chunks(
+def test_step_counts_states_for_a_quarter_of_its_chunks(
     taken: Taken, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(memory, "DEFAULT_MEMORY", 1)
@@ -148,7 +148,7 @@ def test_a_step_counts_states_for_a_quarter_of_its_chunks(
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_the_first_rank_warns_of_a_step_that_stores_cannot_hold(
+def test_first_rank_warns_of_a_step_that_stores_cannot_hold(
     taken: Taken,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -173,7 +173,7 @@ def test_memory_that_is_configured_is_taken_as_it_is(make_worker: MakeWorker) ->
     assert rig.gauge("staging_limit_bytes") == rig.gauge("memory_tier_limit_bytes") == 3 << 20
 
 
-def test_the_ranks_of_a_machine_share_the_memory_that_is_configured(
+def test_ranks_of_a_machine_share_the_memory_that_is_configured(
     make_worker: MakeWorker,
 ) -> None:
     config = make_config("/nowhere", memory=8 << 20)
@@ -182,7 +182,7 @@ def test_the_ranks_of_a_machine_share_the_memory_that_is_configured(
     assert make_worker(config=config).gauge("staging_limit_bytes") == 2 << 20
 
 
-def test_an_engine_serves_with_the_least_memory_that_it_takes_by_default(
+def test_engine_serves_with_the_least_memory_that_it_takes_by_default(
     make_worker: MakeWorker,
 ) -> None:
     rig = make_worker(memory_bytes=1)

@@ -118,7 +118,7 @@ def public_names() -> set[str]:
 # ------------------------------------------------------------------------------ the page
 
 
-def test_the_page_names_all_of_the_original() -> None:
+def test_page_names_all_of_the_original() -> None:
     names = public_names()
     assert {"LoadStoreOp", "get_finished", "previously_finished", "pp_size"} <= names
     page = PAGE.read_text()
@@ -130,7 +130,7 @@ def test_the_page_names_all_of_the_original() -> None:
             assert f"`{argument.arg}`" in page
 
 
-def test_the_page_names_all_errors_of_the_original() -> None:
+def test_page_names_all_errors_of_the_original() -> None:
     """Each assert of the original has a row; it raises nothing else."""
     nodes = list(ast.walk(original()))
     assert not [node for node in nodes if isinstance(node, ast.Raise)]
@@ -184,7 +184,7 @@ def test_each_row_has_a_verdict_and_a_test_that_exists() -> None:
         assert named and set(named) <= tests, (cells, set(named) - tests)
 
 
-def test_the_code_of_the_page_runs(tmp_path: Path) -> None:
+def test_code_of_the_page_runs(tmp_path: Path) -> None:
     """What one engine has stored, the page's adapters find and load, by both constructors."""
     code = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
     assert len(code) == 2
@@ -255,7 +255,7 @@ def test_arguments_are_in_the_same_order(name: str) -> None:
             assert one.default is not one.empty, (method.name, one.name)
 
 
-def test_the_functions_have_the_same_arguments() -> None:
+def test_functions_have_the_same_arguments() -> None:
     [theirs] = [
         node
         for node in original().body
@@ -366,7 +366,7 @@ def test_arguments_of_neither_constructor_are_refused(
     assert not passed_on
 
 
-def test_a_strategy_of_vllm_is_taken(passed_on: list[Any]) -> None:
+def test_strategy_of_vllm_is_taken(passed_on: list[Any]) -> None:
     theirs = SimpleNamespace(**vars(STRATEGY))
     made = MPWorkerAdapter("url", None, "model", BLOCK, theirs, namespace=FACTS)
     assert made.parallel_strategy == STRATEGY
@@ -406,12 +406,12 @@ def test_salts_separate_prompts(passed_on: list[Any]) -> None:
 
 
 @pytest.mark.parametrize("adapter", [MPSchedulerAdapter, MPWorkerAdapter])
-def test_a_name_is_no_namespace(adapter: type[Any]) -> None:
+def test_name_is_no_namespace(adapter: type[Any]) -> None:
     with pytest.raises(ConfigError, match="'model' does not say which weights"):
         adapter("ipc:///none", None, "model", BLOCK, STRATEGY)
 
 
-def test_a_strategy_says_which_shards_a_worker_holds() -> None:
+def test_strategy_says_which_shards_a_worker_holds() -> None:
     whole = ParallelStrategy(False, 1, 0, 1, 0, 1, 1)
     space = FACTS.namespace(chunk_size=CHUNK, shards=4)
     assert whole.shard_plan(space) == ShardPlan((0, 1, 2, 3))
@@ -484,7 +484,7 @@ def test_layouts_are_learned_through_layers(form: str, passed_on: list[Any]) -> 
     assert passed_on[-1][1] == (caches, layouts[layer])
 
 
-def test_the_number_of_blocks_comes_from_either_configuration() -> None:
+def test_number_of_blocks_comes_from_either_configuration() -> None:
     config, caches = engine_config()
     config.cache_config.num_gpu_blocks = None
     with pytest.raises(ConfigError, match="kv_cache_config"):
@@ -493,7 +493,7 @@ def test_the_number_of_blocks_comes_from_either_configuration() -> None:
     assert {layout.num_blocks for layout in layouts.values()} == {4}
 
 
-def test_a_layout_that_cannot_be_learned_is_refused() -> None:
+def test_layout_that_cannot_be_learned_is_refused() -> None:
     config, caches = engine_config("odd")
     with pytest.raises(UnsupportedError, match=r"KV cache of model\.layers\.0\.attn"):
         learn_layouts(config, caches)
@@ -557,7 +557,7 @@ def test_what_only_a_loaded_model_knows_needs_a_namespace(
     assert passed_on[-1][1] == ("url", facts, BLOCK)
 
 
-def test_the_facts_of_an_engine_follow_from_its_configuration(
+def test_facts_of_an_engine_follow_from_its_configuration(
     described: Any, passed_on: list[Any]
 ) -> None:
     config, facts = described, model_facts(described)
@@ -576,5 +576,5 @@ def test_the_facts_of_an_engine_follow_from_its_configuration(
             model_facts(config)
 
 
-def test_the_module_needs_no_lmcache() -> None:
+def test_module_needs_no_lmcache() -> None:
     assert "lmcache" not in sys.modules

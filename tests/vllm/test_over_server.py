@@ -93,7 +93,7 @@ def test_what_is_stored_is_a_hit_without_a_read(
 
 
 @pytest.mark.parametrize("length", [40, 256, 900])
-def test_a_prompt_is_handed_over(one: Engine, ask: Ask, prompt: MakePrompt, length: int) -> None:
+def test_prompt_is_handed_over(one: Engine, ask: Ask, prompt: MakePrompt, length: int) -> None:
     """With tails; what the producer has just stored is in the server's memory."""
     tokens = prompt(length)
     counted = Counted(one)
@@ -103,7 +103,7 @@ def test_a_prompt_is_handed_over(one: Engine, ask: Ask, prompt: MakePrompt, leng
     counted.wait(handovers_complete=1, handovers_late=0, handovers_gave_up=0)
 
 
-def test_a_marker_ends_the_wait(
+def test_marker_ends_the_wait(
     one: Engine, shelf: ShelfFiles, reference: Reference, prompt: MakePrompt
 ) -> None:
     tokens = prompt(700)
@@ -120,7 +120,7 @@ def test_a_marker_ends_the_wait(
 # --------------------------------------------------------------------------- servers that are gone
 
 
-def test_the_server_is_killed_under_load_and_restarted(
+def test_server_is_killed_under_load_and_restarted(
     one: Engine,
     inert: Engine,
     node: ServeProcess,
@@ -154,7 +154,7 @@ def _stores(engine: Engine, tokens: list[int], shelf: ShelfFiles, expected: Answ
     return all(path.is_file() for chunk in shelf.of(tokens) for path in chunk)
 
 
-def test_the_server_hangs_while_requests_run(
+def test_server_hangs_while_requests_run(
     one: Engine,
     node: ServeProcess,
     shelf: ShelfFiles,
@@ -178,7 +178,7 @@ def test_the_server_hangs_while_requests_run(
 # ------------------------------------------------------------------------------- engines that end
 
 
-def test_an_engine_is_killed_while_it_uses_the_server(
+def test_engine_is_killed_while_it_uses_the_server(
     one: Engine, node: ServeProcess, shelf: ShelfFiles, prompt: MakePrompt
 ) -> None:
     """The last test with this engine. What it held is given back at once."""

@@ -41,7 +41,7 @@ def connector_of(name: str, **settings: Any) -> Any:
     return KVConnectorFactory.get_connector_class(config)
 
 
-def test_a_connector_of_another_plugin_keeps_its_name(
+def test_connector_of_another_plugin_keeps_its_name(
     loaders: dict[str, Callable[[], Any]],
 ) -> None:
     loaders[EARLIER_NAME] = lambda: SharedStorageConnector

@@ -236,7 +236,7 @@ def test_what_rounds_other_models_too(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found(quantization=None) == ('VLLM_ROCM_QUICK_REDUCE_QUANTIZATION="INT4"',)
 
 
-def test_a_quantized_model_that_vllm_does_not_show_is_refused() -> None:
+def test_quantized_model_that_vllm_does_not_show_is_refused() -> None:
     with pytest.raises(UnsupportedError, match="in which precision"):
         found()
 
@@ -259,7 +259,7 @@ def test_queries_beside_an_fp8_cache(option: str, implementation: str, other: st
     assert queries(implementation, **{option: True}) == ()
 
 
-def test_the_classes_and_places_are_those_of_vllm() -> None:
+def test_classes_and_places_are_those_of_vllm() -> None:
     folder = Path(vllm.__file__).parent / "model_executor"
     classes, attributes = set(), set()
     for part in ("kernels/linear", "layers/quantization", "layers/fused_moe", "layers/attention"):

@@ -80,7 +80,7 @@ def snapshot(
     return folder
 
 
-def test_a_folder_a_copy_and_a_hub_s_snapshot_are_one(model: Path, tmp_path: Path) -> None:
+def test_folder_a_copy_and_a_hub_s_snapshot_are_one(model: Path, tmp_path: Path) -> None:
     cache = tmp_path / "hub"
     snapshot(cache, CONFIG)
     # vLLM may pull a snapshot while it starts, and its files name their content.
@@ -200,7 +200,7 @@ def test_of_a_hub_the_commit_counts_that_vllm_has_parsed(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("what", ["the file", "a link to the folder"])
-def test_a_file_that_was_written_after_vllm_began_says_nothing(
+def test_file_that_was_written_after_vllm_began_says_nothing(
     model: Path, tmp_path: Path, what: str
 ) -> None:
     place = model
@@ -216,7 +216,7 @@ def test_a_file_that_was_written_after_vllm_began_says_nothing(
     read(engine(place, model_weights="s3://bucket/m"), time.time() - LATER)
 
 
-def test_a_configuration_that_is_not_at_hand(tmp_path: Path, model: Path) -> None:
+def test_configuration_that_is_not_at_hand(tmp_path: Path, model: Path) -> None:
     with pytest.raises(ConfigError, match="--hf-config-path"):
         read(engine("org/unknown"))
     with pytest.raises(ConfigError, match=r"has no config\.json"):
@@ -267,7 +267,7 @@ def test_ids_of_special_tokens_count_where_a_class_may_read_them(
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # importing vLLM warns
-def test_an_engine_s_processes_know_when_its_configuration_was_begun(
+def test_engine_s_processes_know_when_its_configuration_was_begun(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from vllm.engine.arg_utils import EngineArgs

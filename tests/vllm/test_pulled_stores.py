@@ -100,7 +100,7 @@ def test_blocks_of_a_preempted_request_are_not_stored_as_its_own(
         assert loaded(start, engine, each) == CHUNKS * CHUNK
 
 
-def test_a_producer_keeps_its_blocks_for_a_bounded_time(
+def test_producer_keeps_its_blocks_for_a_bounded_time(
     backend: FaultyStorage, storage: threading.Event, start: Callable[..., EngineModel]
 ) -> None:
     engine = start(handover_wait_s=0)

@@ -47,7 +47,7 @@ def used_blocks(engine: EngineModel) -> int:
 # --------------------------------------------------------------------------- a long queue
 
 
-def test_a_step_asks_for_few_requests_of_a_long_queue(start: Start) -> None:
+def test_step_asks_for_few_requests_of_a_long_queue(start: Start) -> None:
     engine = start(requests=4, budget=256)
     side = engine.connector._scheduler
     for number in range(4):
@@ -69,7 +69,7 @@ def test_a_step_asks_for_few_requests_of_a_long_queue(start: Start) -> None:
 
 
 @pytest.mark.parametrize("cause", ["load", "lookup"])
-def test_a_step_leaves_at_most_256_requests_waiting(
+def test_step_leaves_at_most_256_requests_waiting(
     start: Start, backend: FaultyStorage, cause: str
 ) -> None:
     """The next is computed: it fills the step, and brings others what they wait for."""
@@ -287,7 +287,7 @@ LOADED = prompt(65)
         (LOADED, "other", False),
     ],
 )
-def test_a_request_waits_for_a_load_that_brings_most_of_its_hit(
+def test_request_waits_for_a_load_that_brings_most_of_its_hit(
     make: Make, tokens: list[int], salt: str, waits: bool
 ) -> None:
     side = make()
@@ -299,7 +299,7 @@ def test_a_request_waits_for_a_load_that_brings_most_of_its_hit(
     assert side.side.matched_tokens(request, 0) == (None if waits else hit)
 
 
-def test_a_request_waits_for_two_loads(make: Make) -> None:
+def test_request_waits_for_two_loads(make: Make) -> None:
     side = make()
     side.put(LOADED)
     waiting = side.known("waiting", LOADED)

@@ -35,7 +35,7 @@ def make_plan(loadable: Callable[[str], Loadable | None]) -> ReadAheadPlan:
     return ReadAheadPlan(engine, hits, lookups)
 
 
-def test_a_step_looks_at_few_requests_however_many_wait() -> None:
+def test_step_looks_at_few_requests_however_many_wait() -> None:
     asked: list[str] = []
 
     def loadable(name: str) -> Loadable:

@@ -56,7 +56,7 @@ def test_all_lines_that_the_model_refuses_are_named(model: Path) -> None:
     assert "line 3" in str(caught.value)
 
 
-def test_a_model_that_is_none_is_refused(tmp_path: Path) -> None:
+def test_model_that_is_none_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(ConfigError, match="cannot be read as those of"):
         render(tmp_path / "empty", "text")

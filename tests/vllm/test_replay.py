@@ -145,7 +145,7 @@ def test_what_is_on_its_way_when_other_content_is_loaded_is_not_used(
     assert engine.failed == {"r"}
 
 
-def test_an_adapter_that_was_loaded_before_its_files_changed_is_not_stored(
+def test_adapter_that_was_loaded_before_its_files_changed_is_not_stored(
     engine: EngineModel, backend: FaultyStorage, tmp_path: Path
 ) -> None:
     folder = make_adapter(tmp_path / "a", "before")
@@ -158,7 +158,7 @@ def test_an_adapter_that_was_loaded_before_its_files_changed_is_not_stored(
 
 
 @pytest.mark.parametrize("inplace", [False, True])
-def test_an_adapter_under_the_name_of_another_is_not_stored(
+def test_adapter_under_the_name_of_another_is_not_stored(
     start: Start, backend: FaultyStorage, tmp_path: Path, inplace: bool
 ) -> None:
     folder = make_adapter(tmp_path / "a", "before")
@@ -219,7 +219,7 @@ def test_adapter_whose_files_change_while_they_are_hashed_is_not_stored(
     assert not objects(backend)
 
 
-def test_an_adapter_loaded_again_is_not_trusted_though_its_files_look_unchanged(
+def test_adapter_loaded_again_is_not_trusted_though_its_files_look_unchanged(
     start: Start, tmp_path: Path
 ) -> None:
     folder, engine = make_adapter(tmp_path / "a", "before"), start()
@@ -234,7 +234,7 @@ def test_an_adapter_loaded_again_is_not_trusted_though_its_files_look_unchanged(
     assert start().run(prompt(40, 1), lora_request=adapter(folder)) == [0]
 
 
-def test_an_adapter_counts_that_was_used_while_nothing_was_looked_up(
+def test_adapter_counts_that_was_used_while_nothing_was_looked_up(
     start: Start, backend: FaultyStorage, tmp_path: Path
 ) -> None:
     folder, engine = make_adapter(tmp_path / "a", "before"), start()
@@ -249,7 +249,7 @@ def test_an_adapter_counts_that_was_used_while_nothing_was_looked_up(
     assert not objects(backend)
 
 
-def test_an_adapter_whose_files_cannot_be_read_in_time_delays_no_request(
+def test_adapter_whose_files_cannot_be_read_in_time_delays_no_request(
     start: Start,
     backend: FaultyStorage,
     tmp_path: Path,
@@ -314,7 +314,7 @@ def test_files_of_an_adapter_are_hashed_again_only_when_they_change(
     assert hashing.count == 4
 
 
-def test_an_adapter_whose_files_only_get_other_times_stays_trusted(
+def test_adapter_whose_files_only_get_other_times_stays_trusted(
     start: Start, tmp_path: Path
 ) -> None:
     folder = make_adapter(tmp_path / "a", "a")
@@ -328,7 +328,7 @@ def test_an_adapter_whose_files_only_get_other_times_stays_trusted(
         assert engine.run(prompt(20, when), lora_request=adapter(folder)) == [16]
 
 
-def test_an_adapter_without_files_is_served_without_the_shelf(
+def test_adapter_without_files_is_served_without_the_shelf(
     engine: EngineModel, backend: FaultyStorage, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     for seed in range(3):
@@ -342,7 +342,7 @@ def test_an_adapter_without_files_is_served_without_the_shelf(
 
 
 @pytest.mark.parametrize("option", [{"role": "kv_consumer"}, {"read_only": True}])
-def test_an_engine_that_may_not_store_loads_and_stores_nothing(
+def test_engine_that_may_not_store_loads_and_stores_nothing(
     start: Start, backend: FaultyStorage, option: dict[str, Any]
 ) -> None:
     start({"role": "kv_producer"}).run(prompt(20))

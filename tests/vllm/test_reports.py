@@ -83,7 +83,7 @@ def test_two_hundred_aborts_with_a_load_and_a_store_pending(
     assert not sides.remembers(engine.side)
 
 
-def test_a_prefix_whose_beginning_was_deleted_while_an_engine_has_it_in_memory(
+def test_prefix_whose_beginning_was_deleted_while_an_engine_has_it_in_memory(
     start: Start,
 ) -> None:
     """SGLang#26886, #39444: it is never written again, and nothing behind it is a hit."""

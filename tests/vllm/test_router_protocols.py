@@ -41,9 +41,7 @@ def prefilled(engine: EngineModel, tokens: list[int], params: Params) -> Params:
 
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("name", ROUTERS)
-def test_the_second_engine_loads_what_the_first_one_stores(
-    start: Start, name: str, late: bool
-) -> None:
+def test_second_engine_loads_what_the_first_one_stores(start: Start, name: str, late: bool) -> None:
     """The producer may answer before its last stores are on the shelf."""
     (prefill, decode), tokens = ROUTERS[name], prompt(LENGTH)
     producer, consumer = start(role="kv_producer"), start(role="kv_consumer")
@@ -127,6 +125,6 @@ def test_dynamo_with_a_connector_that_it_knows_beside_sends_nothing(dynamo: Path
     assert protocol.decode_request_kv_transfer_params(None) == decode(None)
 
 
-def test_the_patch_adds_one_line() -> None:
+def test_patch_adds_one_line() -> None:
     added = re.findall(r"^\+ .*", PATCH.read_text(), re.M)
     assert added == ['+    "KVShelfConnector": NixlConnectorProtocol,']

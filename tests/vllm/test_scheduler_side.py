@@ -113,7 +113,7 @@ def test_newer_lookup_that_the_storage_never_answers_takes_no_hit_away(make: Mak
     gate.set()
 
 
-def test_a_preempted_request_is_answered_by_what_it_had_until_it_is_looked_up_anew(
+def test_preempted_request_is_answered_by_what_it_had_until_it_is_looked_up_anew(
     side: LoneScheduler,
 ) -> None:
     """While it waits, vLLM serves others."""
@@ -235,7 +235,7 @@ def test_tail_that_is_handed_over_is_loaded_behind_all_that_vllm_has(
 # ------------------------------------------------------------------------- failed loads
 
 
-def test_a_hole_is_stored_though_it_is_long_until_it_is_computed(side: LoneScheduler) -> None:
+def test_hole_is_stored_though_it_is_long_until_it_is_computed(side: LoneScheduler) -> None:
     side.put(prompt(40))
     request = Request("r", prompt(40))
     side.ask(request)
@@ -313,7 +313,7 @@ def test_requests_are_not_looked_up_while_the_breaker_of_the_scheduler_is_open(
     assert side.side.counters.snapshot()["skipped_lookups"] == skipped + 1
 
 
-def test_a_look_up_that_hangs_is_made_again_for_the_keys(make: Make) -> None:
+def test_look_up_that_hangs_is_made_again_for_the_keys(make: Make) -> None:
     side = make(deadlines={"probe": 0.3})
     side.put(prompt(40))
     gate = side.faults.hang("stat", times=1)
@@ -329,7 +329,7 @@ def test_a_look_up_that_hangs_is_made_again_for_the_keys(make: Make) -> None:
     gate.set()
 
 
-def test_a_request_whose_look_up_fails_is_stored(side: LoneScheduler) -> None:
+def test_request_whose_look_up_fails_is_stored(side: LoneScheduler) -> None:
     side.faults.add(Fault("stat", error=RuntimeError("a bug")))
     assert side.ask(Request("r", prompt(40))) == 0
     assert stored_chunks(side.step({"r": (0, 40)}, new=("r",))) == [0, 1, 2, 3, 4]
@@ -338,7 +338,7 @@ def test_a_request_whose_look_up_fails_is_stored(side: LoneScheduler) -> None:
 # ------------------------------------------------------------------------- stores
 
 
-def test_a_step_reads_nothing_of_requests_that_complete_no_chunk(side: LoneScheduler) -> None:
+def test_step_reads_nothing_of_requests_that_complete_no_chunk(side: LoneScheduler) -> None:
     """Most of the requests of most steps: each costs the step's time."""
     read: list[str] = []
 
@@ -360,7 +360,7 @@ def test_a_step_reads_nothing_of_requests_that_complete_no_chunk(side: LoneSched
     assert read == []
 
 
-def test_a_step_whose_blocks_vllm_does_not_name_stores_later(side: LoneScheduler) -> None:
+def test_step_whose_blocks_vllm_does_not_name_stores_later(side: LoneScheduler) -> None:
     request = Request("r", prompt(20))
     side.ask(request)
     output = SimpleNamespace(
@@ -450,7 +450,7 @@ def test_what_to_read_ahead_that_cannot_be_planned_does_not_hold_up_loads(
         (1, 4, True, [False, False, False]),
     ],
 )
-def test_a_step_waits_only_where_no_other_rank_waits_for_it(
+def test_step_waits_only_where_no_other_rank_waits_for_it(
     make: Make, ranks: int, stages: int, asynchronous: bool, waits: list[bool]
 ) -> None:
     def change(config: SimpleNamespace) -> None:
@@ -469,7 +469,7 @@ def test_a_step_waits_only_where_no_other_rank_waits_for_it(
 
 
 @pytest.mark.parametrize(("tokens", "computed"), [(20, 16), (17, 16), (16, 12), (7, 0), (7, 4)])
-def test_a_request_whose_tokens_vllm_has_waits_for_no_look_up(
+def test_request_whose_tokens_vllm_has_waits_for_no_look_up(
     make: Make, tokens: int, computed: int
 ) -> None:
     side = make()
@@ -498,7 +498,7 @@ def _sleep(seconds: float, waits: list[float]) -> bool:
     return False
 
 
-def test_a_worker_s_problem_ends_hits_and_stores_and_is_logged_once(
+def test_worker_s_problem_ends_hits_and_stores_and_is_logged_once(
     side: LoneScheduler, caplog: pytest.LogCaptureFixture
 ) -> None:
     side.put(prompt(20))
@@ -515,7 +515,7 @@ def test_a_worker_s_problem_ends_hits_and_stores_and_is_logged_once(
 # ------------------------------------------------------------------------- the end of requests
 
 
-def test_a_finished_request_leaves_nothing_behind(side: LoneScheduler) -> None:
+def test_finished_request_leaves_nothing_behind(side: LoneScheduler) -> None:
     side.put(prompt(20))
     request = Request("r", prompt(20))
     side.ask(request)
@@ -574,7 +574,7 @@ UNTRUSTED = {
 
 
 @pytest.mark.parametrize("case", UNTRUSTED)
-def test_an_image_by_an_id_that_a_client_may_have_chosen_needs_a_salt(
+def test_image_by_an_id_that_a_client_may_have_chosen_needs_a_salt(
     side: LoneScheduler, case: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     item, said = UNTRUSTED[case]
@@ -640,7 +640,7 @@ def test_reset_forgets_what_a_distant_storage_was_seen_to_have(make: Make) -> No
     assert side.ask(Request("after", prompt(40))) == 0
 
 
-def test_a_reset_forgets_loads_that_failed_also_without_their_requests(side: LoneScheduler) -> None:
+def test_reset_forgets_loads_that_failed_also_without_their_requests(side: LoneScheduler) -> None:
     side.put(prompt(40))
     key = side.chunks(prompt(40))[1].key
     side.fail(key, bad=True)
@@ -757,7 +757,7 @@ def test_engines_that_are_not_served_do_not_start(
 
 
 @pytest.mark.parametrize("role", list(KVConnectorRole))
-def test_an_engine_that_simulates_the_choice_of_experts_does_not_start(
+def test_engine_that_simulates_the_choice_of_experts_does_not_start(
     tmp_path: Path, role: KVConnectorRole, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = "VLLM_MOE_ROUTING_SIMULATION_STRATEGY"
@@ -770,7 +770,7 @@ def test_an_engine_that_simulates_the_choice_of_experts_does_not_start(
     assert not (tmp_path / "shelf").exists()
 
 
-def test_a_model_without_caches_is_refused(tmp_path: Path) -> None:
+def test_model_without_caches_is_refused(tmp_path: Path) -> None:
     config = make_config(str(tmp_path))
     with pytest.raises(UnsupportedError, match="no KV cache group"):
         SharedStorageConnector(config, KVConnectorRole.SCHEDULER, make_groups(config, 0))
@@ -1024,7 +1024,7 @@ def test_ranks_with_other_scales_of_the_same_heads_share_nothing(
     assert "rank 3 differ from those of rank 0" in caplog.text
 
 
-def test_a_bad_chunk_is_trusted_again_when_all_ranks_have_repaired_it(make: Make) -> None:
+def test_bad_chunk_is_trusted_again_when_all_ranks_have_repaired_it(make: Make) -> None:
     side = _ranks(make)
     side.report(reports={0: PART, 1: replace(PART, weights=None)})
     side.put(prompt(20))
@@ -1165,7 +1165,7 @@ def test_requests_that_cannot_be_admitted_do_not_starve_those_behind_them(
     assert named_chunks(ahead.step()) == {"blocked 5": [0, 1, 2, 3]}
 
 
-def test_a_preempted_request_waits_before_all_others(ahead: LoneScheduler) -> None:
+def test_preempted_request_waits_before_all_others(ahead: LoneScheduler) -> None:
     prompts = {name: prompt(40, seed) for seed, name in enumerate(("preempted", "other"))}
     for tokens in prompts.values():
         ahead.put(tokens, 4)

@@ -209,14 +209,14 @@ def without_self(parameters: str) -> inspect.Signature:
 
 
 @pytest.mark.slow
-def test_the_record_of_the_installed_version_is_what_the_script_makes() -> None:
+def test_record_of_the_installed_version_is_what_the_script_makes() -> None:
     version = vllm.__version__.partition("+")[0]
     if version not in RECORDED:
         pytest.skip(f"vLLM {version} is not recorded")
     assert recorded(version) == record(Source(Path(vllm.__file__).parent))
 
 
-def test_a_record_has_everything_that_is_to_be_recorded(version: dict[str, Any]) -> None:
+def test_record_has_everything_that_is_to_be_recorded(version: dict[str, Any]) -> None:
     expected = {f"{module}:{name}" for module, names in SUBJECTS.items() for name in names}
     assert set(version["classes"]) == expected
 
@@ -261,7 +261,7 @@ def test_kv_is_gathered_before_vllm_learns_that_a_step_is_over(version: dict[str
     ]
 
 
-def test_a_wheel_and_a_folder_are_read_alike(tmp_path: Path) -> None:
+def test_wheel_and_a_folder_are_read_alike(tmp_path: Path) -> None:
     folder = tmp_path / "vllm"
     (folder / "config").mkdir(parents=True)
     (folder / "_version.py").write_text("__version__ = version = '9.8.7+cpu'\n")
@@ -325,7 +325,7 @@ def test_overrides_take_what_their_originals_take(
     assert overridden
 
 
-def test_the_connector_takes_the_calls_that_vllm_makes(version: dict[str, Any]) -> None:
+def test_connector_takes_the_calls_that_vllm_makes(version: dict[str, Any]) -> None:
     checked = 0
     for name, forms in version["calls"].items():
         own = own_signature(connector.SharedStorageConnector, name)
@@ -427,7 +427,7 @@ def test_ids_of_images_can_be_marked(version: dict[str, Any]) -> None:
     assert "process_inputs" in the_class(version, "InputProcessor")["methods"]
 
 
-def test_the_connector_can_be_registered(version: dict[str, Any]) -> None:
+def test_connector_can_be_registered(version: dict[str, Any]) -> None:
     factory = the_class(version, "KVConnectorFactory")
     assert "_registry" in factory["attributes"]
     parameters = without_self(factory["methods"]["register_connector"])

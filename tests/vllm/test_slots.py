@@ -39,7 +39,7 @@ def chunks_of(tokens: int) -> list[Chunk]:
 
 
 @given(group=st.sampled_from(GROUPS), tokens=st.integers(1, CHUNK - 1), index=st.integers(0, 2))
-def test_a_tail_is_stored_token_by_token_whatever_chunks_are(
+def test_tail_is_stored_token_by_token_whatever_chunks_are(
     group: tuple[int, int], tokens: int, index: int
 ) -> None:
     size, unit = group
@@ -61,7 +61,7 @@ def test_a_tail_is_stored_token_by_token_whatever_chunks_are(
     start=st.integers(0, 4 * CHUNK),
     null=st.sets(st.integers(0, 8)),
 )
-def test_a_load_ends_inside_its_tail(
+def test_load_ends_inside_its_tail(
     group: tuple[int, int], length: int, lacks: int, start: int, null: set[int]
 ) -> None:
     size, unit = group
@@ -130,7 +130,7 @@ def test_state_without_a_block_of_its_own_is_not_loaded(ids: list[int], end: int
         state_to_load(groups, chunks_of(CHUNK)[0], (ids,), end)
 
 
-def test_a_tail_cannot_fill_more_tokens_than_it_has() -> None:
+def test_tail_cannot_fill_more_tokens_than_it_has() -> None:
     slots = [TokenSlots(0, InterleavedBlocks(4))]
     ids = torch.arange(1, 9).tolist()
     with pytest.raises(ValueError, match="a tail of 3 tokens cannot fill tokens 16 to 20"):

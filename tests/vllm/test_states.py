@@ -253,7 +253,7 @@ def test_tokens_of_drafts_are_no_part_of_a_state(name: str, ranks: int, divide: 
 
 
 @pytest.mark.parametrize("name", ["Jamba", "MiniMax"])
-def test_a_state_of_which_it_is_not_known_what_drafts_add_is_refused(name: str) -> None:
+def test_state_of_which_it_is_not_known_what_drafts_add_is_refused(name: str) -> None:
     model = MODELS[name]
     kind = model.backend.name.lower()
     with pytest.raises(UnsupportedError, match="remove --speculative-config"):

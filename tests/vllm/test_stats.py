@@ -84,7 +84,7 @@ def test_later_gauges_replace_earlier_ones() -> None:
     assert before.aggregate(after).reduce()["Staging used MB"] == 2
 
 
-def test_the_log_line_is_short_and_names_trouble() -> None:
+def test_log_line_is_short_and_names_trouble() -> None:
     quiet = stats("scheduler", hit_tokens=512, lookup_tokens=1024, lookups=3).reduce()
     assert quiet == {"Hit tokens": 512, "Lookup tokens": 1024, "Loaded MB": 0.0, "Stored MB": 0.0}
     loud = stats(
@@ -188,7 +188,7 @@ def test_what_is_unknown_is_passed_over(exposed: Exposed) -> None:
 # ---------------------------------------------------------- a real engine
 
 
-def test_an_engine_shows_what_kvshelf_does(
+def test_engine_shows_what_kvshelf_does(
     engine: Engine, shelf: ShelfFiles, prompt: MakePrompt
 ) -> None:
     def series() -> dict[str, float]:

@@ -85,7 +85,7 @@ def test_two_engines_store_the_same_chunks_at_once(
             ask(each, tokens, 768)
 
 
-def test_an_adapter_that_is_swapped_in_place_answers_with_its_new_files(
+def test_adapter_that_is_swapped_in_place_answers_with_its_new_files(
     second: Engine, shelf: ShelfFiles, tmp_path: Path, prompt: MakePrompt
 ) -> None:
     """As an API server does it for ``load_lora_adapter`` with ``load_inplace``."""

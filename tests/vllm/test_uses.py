@@ -41,7 +41,7 @@ def hits(side: LoneScheduler) -> list[tuple[Kind, list[int]]]:
 
 
 @pytest.mark.parametrize("at_hand", [0, 8, 24, 28])
-def test_a_hit_is_a_use_of_its_whole_prefix(side: LoneScheduler, at_hand: int) -> None:
+def test_hit_is_a_use_of_its_whole_prefix(side: LoneScheduler, at_hand: int) -> None:
     side.put(prompt(33), 3)
     request = Request("r", prompt(33))
     side.side.new_request(request)

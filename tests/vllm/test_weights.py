@@ -230,7 +230,7 @@ def test_buffers_count_among_the_weights() -> None:
 
 
 @pytest.mark.parametrize(("failures", "readable"), [(4, True), (5, False)])
-def test_a_digest_that_fails_begins_again_a_few_times(
+def test_digest_that_fails_begins_again_a_few_times(
     failures: int, readable: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = torch.nn.Linear(2, 2)
@@ -251,7 +251,7 @@ def test_a_digest_that_fails_begins_again_a_few_times(
         assert (report.digest == expected, not report.problem) == (readable, readable)
 
 
-def test_a_change_before_the_digest_of_the_start_leaves_none() -> None:
+def test_change_before_the_digest_of_the_start_leaves_none() -> None:
     model = torch.nn.Linear(2, 2)
     for weights in (reading(model), reading(model)):
         assert weights.settled
@@ -267,7 +267,7 @@ def test_a_change_before_the_digest_of_the_start_leaves_none() -> None:
     assert read(weights).first is None
 
 
-def test_a_version_belongs_to_what_the_next_step_computes_with() -> None:
+def test_version_belongs_to_what_the_next_step_computes_with() -> None:
     def version(weights: WorkerWeights) -> str:
         return read(weights).version
 
@@ -323,7 +323,7 @@ def test_prefetched_weights_are_read_where_they_are(monkeypatch: pytest.MonkeyPa
     assert digest(weights) != first
 
 
-def test_the_offloader_of_vllm_has_what_is_read() -> None:
+def test_offloader_of_vllm_has_what_is_read() -> None:
     from vllm.model_executor.offloader import base, prefetch
 
     assert base.__name__ == model_tensors._OFFLOADER
@@ -374,7 +374,7 @@ def test_names_of_weights(caplog: pytest.LogCaptureFixture) -> None:
     assert (name(handshake(), "aa", first=None) or "").startswith("params:")
 
 
-def test_a_round_waits_for_what_rank_0_reads_in_the_files() -> None:
+def test_round_waits_for_what_rank_0_reads_in_the_files() -> None:
     made = handshake()
     [known] = made._reports.values()
     made._reports = {0: SimpleNamespace(weights=None)}  # type: ignore[dict-item]
@@ -436,7 +436,7 @@ def test_only_steps_that_compute_count_in_a_round(start: Start) -> None:
 
 @settings(max_examples=8)
 @given(data=st.data())
-def test_a_name_stands_for_the_same_weights_in_all_engines(data: st.DataObject) -> None:
+def test_name_stands_for_the_same_weights_in_all_engines(data: st.DataObject) -> None:
     """Trainers say a version and write it between two steps, in any order, or say none."""
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         # They load the same file.
@@ -530,7 +530,7 @@ def test_hits_are_offered_when_all_ranks_serve_the_new_weights(
     assert not reader.failed
 
 
-def test_a_seeder_s_wait_for_stores_begins_no_comparison(
+def test_seeder_s_wait_for_stores_begins_no_comparison(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Executor:
@@ -572,7 +572,7 @@ def test_a_seeder_s_wait_for_stores_begins_no_comparison(
         assert start().run(prompt(20, seed)) == [16]
 
 
-def test_a_worker_s_methods_that_free_memory_or_change_drafts_are_noticed(
+def test_worker_s_methods_that_free_memory_or_change_drafts_are_noticed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ear, other = Ear(), Ear()
@@ -691,7 +691,7 @@ def test_what_vllm_calls_for_users_is_wrapped() -> None:
     assert "self._reset_caches()" in inspect.getsource(core.EngineCore._finish_pause)
 
 
-def test_an_engine_that_holds_a_part_of_the_experts_cannot_name_changed_weights() -> None:
+def test_engine_that_holds_a_part_of_the_experts_cannot_name_changed_weights() -> None:
     parts = {"enable_expert_parallel": True, "data_parallel_size": 2}
     made = handshake(**parts)
     assert name(made, "aa") == "sha256:00"
@@ -746,7 +746,7 @@ def block_periods(
     return periods, lambda blocks, computed: of_period(periods.admit([blocks], computed, None))
 
 
-def test_the_period_of_a_block_is_that_of_the_oldest_block_before_it() -> None:
+def test_period_of_a_block_is_that_of_the_oldest_block_before_it() -> None:
     periods, admit = block_periods()
 
     assert admit([1, 2, 3], 0).period == 0

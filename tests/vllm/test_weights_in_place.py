@@ -92,7 +92,7 @@ def trained(engines: Engines, tmp_path_factory: pytest.TempPathFactory) -> Itera
     engine.stop(at_once=True)
 
 
-def test_a_trainer_updates_twice_and_goes_back(trained: Trained, prompt: MakePrompt) -> None:
+def test_trainer_updates_twice_and_goes_back(trained: Trained, prompt: MakePrompt) -> None:
     tokens = prompt(600)
     stored = {0: trained.cold(tokens)}
     trained.warm(tokens)

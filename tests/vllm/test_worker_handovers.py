@@ -59,7 +59,7 @@ def test_tails_are_looked_for_from_the_first_hand_over_on(
 
 @pytest.mark.slow
 @pytest.mark.real
-def test_a_worker_that_is_told_to_end_publishes_what_others_wait_for(tmp_path: Path) -> None:
+def test_worker_that_is_told_to_end_publishes_what_others_wait_for(tmp_path: Path) -> None:
     """A process of its own, which ends as vLLM's workers do."""
     program = Path(__file__).with_name("promises_child.py")
     child = subprocess.run(

@@ -45,7 +45,7 @@ def rig(writer: LoneWorker, make_worker: MakeWorker) -> LoneWorker:
     return make_worker(memory=MEMORY)
 
 
-def test_a_waiting_requests_bad_object_is_reported_before_its_load(
+def test_waiting_requests_bad_object_is_reported_before_its_load(
     rig: LoneWorker, backend: FaultyStorage
 ) -> None:
     chunks = rig.chunks(3)
@@ -107,7 +107,7 @@ def test_engine_without_so_much_free_memory_does_not_start(make_worker: MakeWork
         make_worker(memory=1 << 50)
 
 
-def test_the_ranks_of_a_machine_share_the_memory() -> None:
+def test_ranks_of_a_machine_share_the_memory() -> None:
     config = make_config("/nowhere", memory="8MiB")
     config.parallel_config.local_world_size = 2
     config.parallel_config.data_parallel_size_local = 2

@@ -125,7 +125,7 @@ def test_caches_of_which_nothing_can_be_learned_are_opaque(
     assert all(layout.startswith("opaque-") for layout in meta.reports[0].layouts)
 
 
-def test_a_layer_that_vllm_does_not_know_stops_the_start(backend: FaultyStorage) -> None:
+def test_layer_that_vllm_does_not_know_stops_the_start(backend: FaultyStorage) -> None:
     config = make_config(backend.url)
     made = SharedStorageConnector(config, KVConnectorRole.WORKER)
     with pytest.raises(UnsupportedError, match=r"layer who\.0"):
@@ -220,7 +220,7 @@ def test_steps_without_metadata_or_work_are_no_trouble(make_worker: MakeWorker) 
 
 
 @pytest.mark.parametrize("blocks", [[20, 21], [0, 21]])
-def test_a_load_that_is_refused_is_useless_where_a_window_left_blocks_out(
+def test_load_that_is_refused_is_useless_where_a_window_left_blocks_out(
     rig: LoneWorker, blocks: list[int]
 ) -> None:
     rig.step(StepMetadata(loads=[LoadOp(next_number(), "r", 0, 8, [], (blocks,))]))
@@ -298,7 +298,7 @@ def test_engine_starts_without_its_shelf_where_waiting_may_help(
     assert ("until then the engine runs without it" in caplog.text) is starts
 
 
-def test_a_cancelled_load_is_finished_and_no_failure(rig: LoneWorker) -> None:
+def test_cancelled_load_is_finished_and_no_failure(rig: LoneWorker) -> None:
     chunks = rig.chunks(2)
     rig.store(chunks)
     gate = rig.backend.hang("read")
@@ -390,7 +390,7 @@ def test_reset_lets_a_worker_store_again_what_it_has_stored(rig: LoneWorker) -> 
         ("comparison", False),
     ],
 )
-def test_a_load_that_is_not_reported_before_its_caches_or_weights_go_fails(
+def test_load_that_is_not_reported_before_its_caches_or_weights_go_fails(
     rig: LoneWorker, backend: FaultyStorage, how: str, scattered: bool
 ) -> None:
     chunks = rig.chunks(2)
@@ -425,7 +425,7 @@ def test_a_load_that_is_not_reported_before_its_caches_or_weights_go_fails(
     assert not bad & set(gone)
 
 
-def test_a_worker_that_gets_no_thread_tries_again_and_keeps_nothing_twice(
+def test_worker_that_gets_no_thread_tries_again_and_keeps_nothing_twice(
     make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     rig = make_worker(opened=False)
@@ -456,7 +456,7 @@ def test_a_worker_that_gets_no_thread_tries_again_and_keeps_nothing_twice(
 # ------------------------------------------------------------------------- the end
 
 
-def test_an_hour_in_which_much_is_stored_and_nothing_loaded_is_told(
+def test_hour_in_which_much_is_stored_and_nothing_loaded_is_told(
     rig: LoneWorker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     rig.store(rig.chunks(2))

@@ -64,7 +64,7 @@ def test_metrics_exist(expression: str, metrics: set[str]) -> None:
             assert set(values.split("|")) <= VALUES[label]
 
 
-def test_the_headlines_come_first() -> None:
+def test_headlines_come_first() -> None:
     assert [panel["type"] for panel in PANELS[:4]] == ["row", "stat", "stat", "stat"]
 
 

@@ -123,7 +123,7 @@ def test_configurations_differ_in_what_shapes_kv(
     assert (published_lines(published) == published_lines(published | changes)) is is_same
 
 
-def test_a_folder_s_files(tmp_path: Path) -> None:
+def test_folder_s_files(tmp_path: Path) -> None:
     write(tmp_path, config=LLAMA, generation_config={"a": 1}, tokenizer_config={"b": 1})
     assert [file.name for file in config_files(tmp_path)] == ["config.json"]
     assert published_lines(tmp_path) == published_lines(tmp_path / "config.json")

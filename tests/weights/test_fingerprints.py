@@ -158,7 +158,7 @@ def test_one_gguf_file_is_its_own_weights(tmp_path: Path) -> None:
         (["a.safetensors"], "[]", "auto", None, "is not an index"),
     ],
 )
-def test_a_model_without_weight_files_is_refused(
+def test_model_without_weight_files_is_refused(
     tmp_path: Path,
     files: list[str],
     index: str | None,
@@ -278,7 +278,7 @@ def test_hashes_are_remembered_until_the_file_changes(
 
 
 @pytest.mark.parametrize("written", ["now", "now, with an old time"])
-def test_a_file_written_just_now_is_not_remembered(
+def test_file_written_just_now_is_not_remembered(
     model: list[Path], cache: FingerprintCache, written: str
 ) -> None:
     if written != "now":
@@ -290,7 +290,7 @@ def test_a_file_written_just_now_is_not_remembered(
 
 
 @pytest.mark.parametrize("index", [1, 2, 6, 14, 15])
-def test_a_stamp_tells_inodes_devices_sizes_and_times_apart(index: int) -> None:
+def test_stamp_tells_inodes_devices_sizes_and_times_apart(index: int) -> None:
     values = list(range(19))
     stamp = stamp_of(os.stat_result(values))
     values[index] += 1
@@ -298,7 +298,7 @@ def test_a_stamp_tells_inodes_devices_sizes_and_times_apart(index: int) -> None:
 
 
 @pytest.mark.usefixtures("later")
-def test_a_file_that_is_replaced_once_it_is_hashed_is_hashed_again(
+def test_file_that_is_replaced_once_it_is_hashed_is_hashed_again(
     model: list[Path], cache: FingerprintCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = weights_fingerprint(model[:1])
@@ -316,7 +316,7 @@ def test_a_file_that_is_replaced_once_it_is_hashed_is_hashed_again(
 
 
 @pytest.mark.usefixtures("later")
-def test_the_newest_files_stay_in_a_full_cache(model: list[Path], cache: FingerprintCache) -> None:
+def test_newest_files_stay_in_a_full_cache(model: list[Path], cache: FingerprintCache) -> None:
     assert cache.path is not None
     cache.path.parent.mkdir(parents=True)
     full = {f"{n}": "0" * 32 for n in range(10_000)}
@@ -332,7 +332,7 @@ def test_the_newest_files_stay_in_a_full_cache(model: list[Path], cache: Fingerp
     "damage",
     [b"", b"\xff", b"[]", b"{}", b'{"xxh3-128":[]}', b'{"xxh3-128":{"a":1}}', b"[" * 100_000],
 )
-def test_a_damaged_cache_only_costs_hashing_again(
+def test_damaged_cache_only_costs_hashing_again(
     model: list[Path], cache: FingerprintCache, damage: bytes
 ) -> None:
     first = weights_fingerprint(model, cache=cache)
@@ -343,7 +343,7 @@ def test_a_damaged_cache_only_costs_hashing_again(
 
 
 @pytest.mark.usefixtures("later")
-def test_a_cache_that_cannot_be_written_is_no_error(model: list[Path], tmp_path: Path) -> None:
+def test_cache_that_cannot_be_written_is_no_error(model: list[Path], tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     fingerprint = weights_fingerprint(model)
     unwritable = FingerprintCache(tmp_path / "file" / "fingerprints.json")
@@ -372,7 +372,7 @@ def test_several_processes_share_a_cache(tmp_path: Path, cache: FingerprintCache
     assert cache._entries().items() <= entries.items()
 
 
-def test_a_file_that_never_rests_is_an_error(
+def test_file_that_never_rests_is_an_error(
     model: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = os.readv

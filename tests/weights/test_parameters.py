@@ -109,7 +109,7 @@ def test_slices_give_the_same_digest() -> None:
     assert slices.result() == digest(model)
 
 
-def test_the_digest_is_what_the_module_says() -> None:
+def test_digest_is_what_the_module_says() -> None:
     count = 2 * parameters._PIECE_WORDS
     weight = torch.from_numpy(np.random.default_rng(0).integers(-(2**31), 2**31, count - 3))
     weight = weight.to(torch.int32)
@@ -133,6 +133,6 @@ def test_the_digest_is_what_the_module_says() -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_a_gpu_gives_the_same_digest() -> None:
+def test_gpu_gives_the_same_digest() -> None:
     model = {str(i): torch.randn(700, 1000).bfloat16() for i in range(3)}
     assert digest({name: tensor.cuda() for name, tensor in model.items()}) == digest(model)
