@@ -146,7 +146,7 @@ class StoreBound(Protocol):
 
 
 @dataclass(eq=False, slots=True)
-class Call:
+class GuardedCall:
     """One call in the storage, as a context: it has a deadline, and its outcome is counted.
 
     Made by :meth:`GuardedBackend.call`. A context that is entered again has the same deadline.
@@ -170,7 +170,7 @@ class Call:
     error: StorageError | None = None
     late: bool = False
 
-    def __enter__(self) -> Call:
+    def __enter__(self) -> GuardedCall:
         self.guard._enter(self)
         return self
 
@@ -223,7 +223,7 @@ class GuardedBackend(WrappedBackend):
         self.bound: StoreBound | None = None
         self.written: set[str] = set()
         self.on_full: Callable[[NoSpaceStorageError], None] = _do_nothing
-        self._calls: dict[int, Call] = {}
+        self._calls: dict[int, GuardedCall] = {}
         self._watchers: list[Watcher] = []
         self._count: Callable[[str], None] = _do_nothing
         #: The error because of which a breaker opened first.
@@ -268,7 +268,7 @@ class GuardedBackend(WrappedBackend):
         return bound is None or bound.allows(nbytes)
 
     def count_into(self, count: Callable[[str], None]) -> None:
-        """Call `count` with the name of a counter for each event."""
+        """GuardedCall `count` with the name of a counter for each event."""
         self._count = count
 
     @property
@@ -362,7 +362,7 @@ class GuardedBackend(WrappedBackend):
             self._trials.worked = start + wholes[list(checked.done).index(True)].end
         return checked
 
-    def _too_late(self, call: Call) -> TransientStorageError:
+    def _too_late(self, call: GuardedCall) -> TransientStorageError:
         return TransientStorageError(
             errno.ETIMEDOUT,
             f"reading took longer than {call.seconds:.3g} s",
@@ -475,14 +475,14 @@ class GuardedBackend(WrappedBackend):
 
     # ------------------------------------------------------------------------ bookkeeping
 
-    def call(self, kind: str, name: str, seconds: float, *, counts: bool = True) -> Call:
+    def call(self, kind: str, name: str, seconds: float, *, counts: bool = True) -> GuardedCall:
         """Return the context of one call that may take so many seconds from now on.
 
         Entering it raises UnavailableStorageError while a breaker is open.
         """
-        return Call(self, kind, name, seconds, time.monotonic() + seconds, counts)
+        return GuardedCall(self, kind, name, seconds, time.monotonic() + seconds, counts)
 
-    def _enter(self, call: Call) -> None:
+    def _enter(self, call: GuardedCall) -> None:
         """Register that the calling thread enters the storage."""
         if self._made_after != len(_forks):
             # Neither the guard's thread nor those of libraries live in the child.
@@ -508,7 +508,7 @@ class GuardedBackend(WrappedBackend):
         error.reason = self._first_error
         return error
 
-    def _leave(self, call: Call, error: BaseException | None = None) -> None:
+    def _leave(self, call: GuardedCall, error: BaseException | None = None) -> None:
         """Register that a call returned, and count its outcome."""
         thread, now = threading.get_ident(), time.monotonic()
         self._calls.pop(thread, None)
@@ -534,14 +534,14 @@ class GuardedBackend(WrappedBackend):
             if kind is _WRITE and breaker.state is BreakerState.HALF_OPEN:
                 breaker.close()
 
-    def _count_late(self, thread: int, call: Call) -> None:
+    def _count_late(self, thread: int, call: GuardedCall) -> None:
         call.late = True
         self._count("late_calls")
         if not is_out_of_files():
             reason = f"a {call.kind} took longer than {call.seconds:.3g} s"
             self._count_failure(thread, call, reason, LATE_WEIGHT)
 
-    def _count_failure(self, thread: int, call: Call, reason: str, weight: int = 1) -> None:
+    def _count_failure(self, thread: int, call: GuardedCall, reason: str, weight: int = 1) -> None:
         breaker = self._breakers[call.kind]
         if thread in self._trials:
             # A trial repeats a call that failed: that it fails again is no further evidence. It
@@ -656,7 +656,7 @@ class GuardedReader(Reader):
         self._guard = guard
         self._inner = inner
         allowed = guard.deadlines.to_read(inner.size)
-        self._call = Call(guard, READ, name, allowed, begin + allowed)
+        self._call = GuardedCall(guard, READ, name, allowed, begin + allowed)
 
     def read_into(self, buffer: memoryview, offset: int) -> int:
         """Read bytes at `offset`, unless the deadline has passed."""

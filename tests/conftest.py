@@ -101,7 +101,7 @@ def pytest_runtest_teardown(item: pytest.Item) -> None:
 @pytest.fixture(autouse=True)
 def bad_objects(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let each test set aside as many bad objects as a new process may."""
-    monkeypatch.setattr(repairs, "budget", repairs.Budget())
+    monkeypatch.setattr(repairs, "budget", repairs.RepairBudget())
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -20,7 +20,7 @@ import pytest
 
 from kvshelf.kv.layout import PagedLayout
 from kvshelf.kv.ops import checks, dispatch, kernel
-from kvshelf.kv.ops.checks import Call
+from kvshelf.kv.ops.checks import CopyCall
 
 EMULATE = Path(__file__).with_name("emulate.cc")
 BUILD = Path(__file__).resolve().parents[2] / "build"
@@ -79,7 +79,7 @@ class EmulatedKernels:
         self.library.run(run, ctypes.c_void_p(arguments.ctypes.data), *sizes)
 
 
-def _run_kernel(call: Call[Any], *, gather: bool) -> bool:
+def _run_kernel(call: CopyCall[Any], *, gather: bool) -> bool:
     strided = isinstance(call.layout, PagedLayout)
     return strided and kernel.run_kernel(call, gather=gather)
 

@@ -12,7 +12,7 @@ from watchdog.observers.api import BaseObserver
 
 from kvshelf.shelf import notices, waits
 from kvshelf.shelf.waits import Wait
-from tests.shelf.test_waits import Piece, Rig, full, name, shards_of, size
+from tests.shelf.test_waits import AwaitedPiece, Rig, full, name, shards_of, size
 from tests.sim.storage import posix
 from tests.support.waiting import until
 
@@ -29,11 +29,11 @@ def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
     until(lambda: not notices._watches and not any(one.emitters for one in notices._observers))
 
 
-def path(rig: Rig, piece: Piece, shard: int) -> Path:
+def path(rig: Rig, piece: AwaitedPiece, shard: int) -> Path:
     return Path(rig.other.url, name(piece, shard))
 
 
-def submit(rig: Rig, pieces: list[Piece]) -> Wait:
+def submit(rig: Rig, pieces: list[AwaitedPiece]) -> Wait:
     """Wait for pieces, whose folders are there, until only a notice can end the wait."""
     for piece in pieces:
         path(rig, piece, 0).parent.mkdir(parents=True, exist_ok=True)
@@ -42,7 +42,7 @@ def submit(rig: Rig, pieces: list[Piece]) -> Wait:
     return wait
 
 
-def rename(rig: Rig, piece: Piece) -> None:
+def rename(rig: Rig, piece: AwaitedPiece) -> None:
     for shard in shards_of(piece):
         temporary = path(rig, piece, shard).with_name(".temporary")
         temporary.write_bytes(bytes(size(piece, shard)))
@@ -51,7 +51,7 @@ def rename(rig: Rig, piece: Piece) -> None:
 
 @pytest.mark.parametrize("publish", [Rig.put, rename], ids=["by a link", "by a rename"])
 def test_wait_whose_last_object_appears_is_woken(
-    rig: Rig, publish: Callable[[Rig, Piece], None]
+    rig: Rig, publish: Callable[[Rig, AwaitedPiece], None]
 ) -> None:
     pieces = full(3)
     waiting = [submit(rig, pieces), submit(rig, pieces)]

@@ -17,7 +17,7 @@ from kvshelf.format.kinds import FULL, STATE, WINDOW, kind_key
 from kvshelf.format.names import object_name
 from kvshelf.metrics import Counters
 from kvshelf.shelf.shelf import Shelf
-from kvshelf.shelf.waits import Piece, Wait, WaitService
+from kvshelf.shelf.waits import AwaitedPiece, Wait, WaitService
 from tests.sim.storage import Fault, FaultyStorage, NamesOnly, posix
 from tests.support.formats import format_of_kinds
 from tests.support.prompts import make_chunks
@@ -29,17 +29,17 @@ ATTEMPT = "0123456789abcdef" * 2
 MARKERS = f"{FMT.namespace.folder}/.kvshelf/gave-up"
 
 
-def full(count: int, seed: int = 0) -> list[Piece]:
+def full(count: int, seed: int = 0) -> list[AwaitedPiece]:
     return [(FULL, chunk) for chunk in make_chunks(FMT, count, seed)]
 
 
-def all_kinds(count: int) -> list[Piece]:
+def all_kinds(count: int) -> list[AwaitedPiece]:
     """The pieces that a hybrid model may need of `count` chunks."""
     chunks = make_chunks(FMT, count)
     return [*full(count), (WINDOW, chunks[-1]), (STATE, chunks[-1])]
 
 
-def with_tail() -> list[Piece]:
+def with_tail() -> list[AwaitedPiece]:
     chain = KeyChain(FMT.namespace.digest, FMT.chunk_size)
     chain.extend(range(2 * FMT.chunk_size + 3))
     tail = chain.tail()
@@ -47,20 +47,20 @@ def with_tail() -> list[Piece]:
     return [*((FULL, chunk) for chunk in chain.chunks), (FULL, tail)]
 
 
-def key(piece: Piece) -> bytes:
+def key(piece: AwaitedPiece) -> bytes:
     return kind_key(piece[1].key, piece[0])
 
 
-def name(piece: Piece, shard: int) -> str:
+def name(piece: AwaitedPiece, shard: int) -> str:
     kind, chunk = piece
     return f"{FMT.namespace.folder}/{object_name(chunk, shard, FMT.of(kind).shards, kind)}"
 
 
-def shards_of(piece: Piece) -> range:
+def shards_of(piece: AwaitedPiece) -> range:
     return range(FMT.of(piece[0]).shards)
 
 
-def size(piece: Piece, shard: int) -> int:
+def size(piece: AwaitedPiece, shard: int) -> int:
     kind, chunk = piece
     return FMT.of(kind).object_size(shard, chunk.tokens if chunk.tail else None)
 
@@ -79,11 +79,11 @@ class Rig:
             counters=self.counters,
         )
 
-    def put(self, piece: Piece) -> None:
+    def put(self, piece: AwaitedPiece) -> None:
         for shard in shards_of(piece):
             self.other.write(name(piece, shard), [bytes(size(piece, shard))], "replace")
 
-    def submit(self, pieces: Sequence[Piece]) -> Wait:
+    def submit(self, pieces: Sequence[AwaitedPiece]) -> Wait:
         return self.service.submit(pieces, ATTEMPT)
 
     def close(self) -> None:
@@ -190,7 +190,7 @@ class Names(NamesOnly):
     def __init__(self, *, high_latency: bool) -> None:
         super().__init__(10e-3 if high_latency else 3e-6, folders=[FMT.namespace.folder])
 
-    def put(self, piece: Piece) -> None:
+    def put(self, piece: AwaitedPiece) -> None:
         for shard in shards_of(piece):
             self.sizes[name(piece, shard)] = size(piece, shard)
 

@@ -80,7 +80,7 @@ with warnings.catch_warnings():
     from vllm.v1.request import Request, RequestStatus
 
     from kvshelf.vllm.connector import SharedStorageConnector
-    from kvshelf.vllm.metadata import NULL_BLOCK, Facts, LoadOp, StepMetadata
+    from kvshelf.vllm.metadata import NULL_BLOCK, LoadOp, StepMetadata, WorkerFacts
     from kvshelf.vllm.scheduler import SchedulerSide
     from kvshelf.vllm.worker.side import WorkerSide
 
@@ -1233,7 +1233,7 @@ class EngineModel(ScheduledRequests):
             for _, *place in rank.places(table, group, token, kv, drafts=True):
                 rank.enqueue(check, *place)
 
-    def _check_loaded_drafts(self, rank: Rank, op: LoadOp, facts: Sequence[Facts]) -> None:
+    def _check_loaded_drafts(self, rank: Rank, op: LoadOp, facts: Sequence[WorkerFacts]) -> None:
         """Compare what a load has brought of the drafter's KV: all that it does not deny."""
         if self.drafter is None:
             return

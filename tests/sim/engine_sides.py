@@ -27,12 +27,12 @@ with warnings.catch_warnings():
     from kvshelf.vllm.groups import CacheGroups
     from kvshelf.vllm.item_ids import CONTENT, ItemIds
     from kvshelf.vllm.metadata import (
-        Facts,
         LoadOp,
         Orders,
         StepMetadata,
         StoreOp,
         WeightsReport,
+        WorkerFacts,
         WorkerMetadata,
         WorkerReport,
     )
@@ -138,7 +138,7 @@ def next_number() -> int:
 def tell(side: SchedulerSide, rank: int = 0, **facts: Any) -> None:
     """Bring facts to a side, as if a rank had told them between two of its messages."""
     for receive in side._receivers(rank):
-        receive(Facts(**facts))
+        receive(WorkerFacts(**facts))
 
 
 def ordered(**orders: Any) -> StepMetadata:
@@ -449,11 +449,11 @@ class Said(SimpleNamespace):
     @classmethod
     def of(cls, meta: WorkerMetadata, known: int) -> Said:
         """What is said after message `known`."""
-        facts = Facts()
+        facts = WorkerFacts()
         for rank in meta.facts:
             for number, message in meta.facts[rank]:
                 if number > known:
-                    facts = Facts(
+                    facts = WorkerFacts(
                         **{
                             name: (
                                 [*found, *getattr(message, name)]

@@ -30,7 +30,7 @@ from kvshelf.shelf.shelf import Shelf
 from kvshelf.shelf.threads import StorageThreads
 from kvshelf.tiers.object_memory import ObjectMemory, PinningShelf
 from kvshelf.transfer.context import ChunkSlots, TransferContext
-from kvshelf.transfer.load import Piece
+from kvshelf.transfer.load import LoadPiece
 from kvshelf.transfer.loads import Loads
 from kvshelf.transfer.stores import StoreOutcome, Stores
 from kvshelf.transfer.transfers import Transfers
@@ -200,36 +200,36 @@ class Rig:
         items: Sequence[ChunkSlots],
         patience: Sequence[float] = (),
         at_once: int = 0,
-    ) -> Piece:
+    ) -> LoadPiece:
         """Start a load."""
         kind = self.fmt.kind
         load = self.transfer.load(name, {kind: self.view}, {kind: items}, patience, at_once)
         return load.pieces[kind]
 
-    def read(self, items: Sequence[ChunkSlots], bytes_ahead: int = 0, **options: Any) -> Piece:
+    def read(self, items: Sequence[ChunkSlots], bytes_ahead: int = 0, **options: Any) -> LoadPiece:
         """Start a load of the kind alone, perhaps an early one."""
-        piece = Piece(self.view, items, **options)
+        piece = LoadPiece(self.view, items, **options)
         self.loads.load(piece, bytes_ahead)
         return piece
 
-    def ended(self, wait: float = 0.0) -> dict[str, Piece]:
+    def ended(self, wait: float = 0.0) -> dict[str, LoadPiece]:
         """The loads that ended since the last call, by name, in the order of their ends."""
         return {load.request_id: load.pieces[self.fmt.kind] for load in self.transfer.poll(wait)}
 
-    def all_ended(self, count: int) -> dict[str, Piece]:
+    def all_ended(self, count: int) -> dict[str, LoadPiece]:
         """Wait for so many loads to end, as steps of an engine do."""
-        ended: dict[str, Piece] = {}
+        ended: dict[str, LoadPiece] = {}
         while len(ended) < count:
             assert self.transfer.loading, "no load is running"
             ended |= self.ended(0.01)
         return ended
 
-    def finished(self) -> Piece:
+    def finished(self) -> LoadPiece:
         """Wait for one load to end."""
         (load,) = self.all_ended(1).values()
         return load
 
-    def load(self, chunks: Sequence[Chunk], first_block: int) -> tuple[Piece, list[ChunkSlots]]:
+    def load(self, chunks: Sequence[Chunk], first_block: int) -> tuple[LoadPiece, list[ChunkSlots]]:
         """Load chunks and wait for the end."""
         items = self.items(chunks, first_block)
         self.start("r", items)

@@ -14,7 +14,7 @@ from kvshelf.format.keys import Chunk
 from kvshelf.shelf.view import ShelfView
 from kvshelf.tiers.disk_tier import DiskTier
 from kvshelf.tiers.tiered import TieredShelf
-from kvshelf.transfer.load import Piece
+from kvshelf.transfer.load import LoadPiece
 from kvshelf.transfer.stores import StoreOutcome
 from tests.sim.storage import Fault, FaultyStorage, posix
 from tests.support.formats import make_format
@@ -196,7 +196,7 @@ def test_chunk_that_comes_into_memory_while_it_is_begun_is_not_read_over(
     places, (item,) = rig.context.places, rig.items([chunk], 0)
     rig.fill(item)
 
-    def put_into_memory(piece: Piece) -> None:
+    def put_into_memory(piece: LoadPiece) -> None:
         """What a store of the same chunk does that ends when a thread has begun the load."""
         if piece.started is None:
             return

@@ -9,7 +9,7 @@ import torch
 
 from kvshelf.format.kinds import DRAFT, FULL, STATE
 from kvshelf.transfer.context import ChunkSlots
-from kvshelf.transfer.load import Failure, Load, Piece
+from kvshelf.transfer.load import Failure, Load, LoadPiece
 from tests.support.formats import make_format
 from tests.support.prompts import make_chunks
 
@@ -19,9 +19,11 @@ VIEW: Any = None
 
 def piece_of(
     chunks: int, leading: int, failure: Failure | None = None, *, started: float | None, **more: int
-) -> Piece:
+) -> LoadPiece:
     """A piece of which so many chunks are there, and the next one failed."""
-    piece = Piece(VIEW, [ChunkSlots(chunk, torch.empty(0)) for chunk in CHUNKS[:chunks]], **more)
+    piece = LoadPiece(
+        VIEW, [ChunkSlots(chunk, torch.empty(0)) for chunk in CHUNKS[:chunks]], **more
+    )
     for place in range(leading):
         piece.arrive(place)
     if failure is not None:
@@ -45,7 +47,7 @@ def piece_of(
         (piece_of(4, 2, Failure.ERROR, started=101.0), None),
     ],
 )
-def test_seconds_of_a_whole_load_when_it_was_cut(piece: Piece, seconds: float | None) -> None:
+def test_seconds_of_a_whole_load_when_it_was_cut(piece: LoadPiece, seconds: float | None) -> None:
     load = Load("r", 0, begun=100.0, seconds=10.0, pieces={FULL: piece})
     assert load.seconds_of_all == (None if seconds is None else pytest.approx(seconds))
     load.cancelled = True

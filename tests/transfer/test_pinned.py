@@ -16,7 +16,7 @@ from kvshelf.memory.arena import bytes_at
 from kvshelf.shelf.view import NamespaceView, ObjectRef
 from kvshelf.transfer import loads
 from kvshelf.transfer.context import ChunkSlots
-from kvshelf.transfer.load import Failure, Piece
+from kvshelf.transfer.load import Failure, LoadPiece
 from tests.sim.storage import FaultyStorage, LendingMemory, Loan, posix
 from tests.support.prompts import make_chunks
 from tests.support.threads import named
@@ -53,7 +53,7 @@ class Lender:
         self.reads.counts.clear()
         return chunks
 
-    def start(self, chunks: Sequence[Chunk], first_block: int = 20, name: str = "r") -> Piece:
+    def start(self, chunks: Sequence[Chunk], first_block: int = 20, name: str = "r") -> LoadPiece:
         return self.rig.start(name, self.rig.items(chunks, first_block))
 
     def name(self, chunk: Chunk, shard: int) -> str:

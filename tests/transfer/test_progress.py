@@ -15,7 +15,7 @@ import torch
 from kvshelf.format.keys import Chunk
 from kvshelf.memory.ring import Slot
 from kvshelf.transfer.context import ChunkSlots
-from kvshelf.transfer.load import Piece
+from kvshelf.transfer.load import LoadPiece
 from kvshelf.transfer.stores import StoreOutcome
 from tests.sim.storage import Fault, FaultyStorage, posix
 from tests.support.formats import make_format
@@ -43,10 +43,10 @@ class Machine:
             keeps=True,
         )
         self.gate = threading.Event()
-        self.pieces: list[Piece] = []
+        self.pieces: list[LoadPiece] = []
         self.slots: list[Slot] = []
 
-    def read_ahead(self, chunks: list[Chunk]) -> Piece:
+    def read_ahead(self, chunks: list[Chunk]) -> LoadPiece:
         """Read chunks into memory for a request that never loads them."""
         items = [ChunkSlots(chunk, torch.empty(0, dtype=torch.int64)) for chunk in chunks]
         piece = self.rig.read(items, early=True, keeps=True, on_done=lambda piece: None)

@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from kvshelf.errors import TransientStorageError
 from kvshelf.format.keys import Chunk
 from kvshelf.format.kinds import FULL
-from kvshelf.transfer.load import Failure, Piece
+from kvshelf.transfer.load import Failure, LoadPiece
 from kvshelf.transfer.read_ahead import ReadAhead
 from tests.sim.storage import Fault, FaultyStorage, posix
 from tests.support.prompts import make_chunks
@@ -299,13 +299,13 @@ def test_storage_that_rests_is_tried_once_a_second_and_nothing_grows(
     loads, begun = ahead.transfers.loads[FULL], []
     load = loads.load
 
-    def noted(piece: Piece) -> None:
+    def noted(piece: LoadPiece) -> None:
         begun.append(time.monotonic())
         load(piece)
 
     def loads_alive() -> int:
         gc.collect()
-        return sum(type(one) is Piece for one in gc.get_objects())
+        return sum(type(one) is LoadPiece for one in gc.get_objects())
 
     before = loads_alive()
     monkeypatch.setattr(loads, "load", noted)
@@ -371,7 +371,7 @@ def test_read_ahead_that_finds_no_memory_waits_for_none_and_is_tried_again(
     with closing(Waiting(tmp_path / "shelf", LENGTH)) as ahead:
         chunks = ahead.stored(0)
         give_back = ahead.take_memory()
-        loads, begun = ahead.transfers.loads[FULL], list[Piece]()
+        loads, begun = ahead.transfers.loads[FULL], list[LoadPiece]()
         load = loads.load
         monkeypatch.setattr(loads, "load", lambda piece: begun.append(piece) or load(piece))
         ahead.ahead.add("r", ahead.views[FULL], chunks)

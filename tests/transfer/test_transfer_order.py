@@ -19,7 +19,7 @@ from kvshelf.format.keys import Chunk
 from kvshelf.kv.caches import HostKVCache
 from kvshelf.transfer import loads
 from kvshelf.transfer.context import ChunkSlots
-from kvshelf.transfer.load import Failure, Piece
+from kvshelf.transfer.load import Failure, LoadPiece
 from kvshelf.transfer.loads import Loads
 from kvshelf.transfer.transfers import default_io_threads
 from tests.sim.storage import FaultyStorage, posix
@@ -269,7 +269,7 @@ def test_loads_that_share_a_read_that_hangs_fail_with_it_and_later_ones_read_ane
         rig.put(chunks)
         hold = gate.faults.hang("read", f"*{chunks[0].key.hex()}-0-0of*", times=1)
         rig.start("r", rig.items(chunks, 20))
-        shares: list[Piece] = []
+        shares: list[LoadPiece] = []
         # Its own deadline is far away.
         rig.read(rig.items(chunks, 40), bytes_ahead=1 << 40, on_done=shares.append)
         assert rig.finished().failed_at == 0
@@ -336,7 +336,7 @@ def _together(rig: Rig) -> Together:
     return cache
 
 
-def _reading(rig: Rig, gate: Gate) -> tuple[Together, ChunkSlots, Piece]:
+def _reading(rig: Rig, gate: Gate) -> tuple[Together, ChunkSlots, LoadPiece]:
     """Begin a load of two chunks; both objects of the first one are being read."""
     cache, chunks = _together(rig), make_chunks(rig.fmt, 2)
     rig.put(chunks)
@@ -391,7 +391,7 @@ def test_slot_of_a_chunk_is_kept_until_the_thread_that_hangs_with_it_returns(
 # ------------------------------------------------------------------------- early loads
 
 
-def _early(rig: Rig, chunks: list[Chunk], ended: list[Piece]) -> Piece:
+def _early(rig: Rig, chunks: list[Chunk], ended: list[LoadPiece]) -> LoadPiece:
     none = torch.empty(0, dtype=torch.int64)
     items = [ChunkSlots(chunk, none) for chunk in chunks]
     return rig.read(items, early=True, keeps=True, on_done=ended.append)
@@ -402,7 +402,7 @@ def test_early_loads_leave_a_thread_to_others_and_go_on_behind_them(rig: Rig, ga
     rig.put(early)
     rig.put(urgent)
     gate.shut()
-    ended: list[Piece] = []
+    ended: list[LoadPiece] = []
     piece = _early(rig, early, ended)
     until(lambda: len(gate.opened) == 1)
     assert not rig.transfer.loading
@@ -425,7 +425,7 @@ def test_what_could_not_be_prefetched_is_not_said_to_be_computed(
     chunks = make_chunks(rig.fmt, 1)
     rig.put(chunks)
     rig.path(chunks[0], 0).unlink()
-    ended: list[Piece] = []
+    ended: list[LoadPiece] = []
     _early(rig, chunks, ended)
     until(lambda: bool(ended))
     assert "was not prefetched" in caplog.text
@@ -442,7 +442,7 @@ def test_load_that_joins_an_early_one_has_the_memory_that_early_loads_lack(gate:
         rig.context.shares.ahead.limit = 0
         held = rig.context.places.claim(other, rig.context.shares.ahead)
         assert held is not None
-        ended: list[Piece] = []
+        ended: list[LoadPiece] = []
         piece = _early(rig, [chunk], ended)
         rig.start("r", rig.items([chunk], 20))
         assert rig.finished().failed_at is None
@@ -454,7 +454,7 @@ def test_load_that_joins_an_early_one_has_the_memory_that_early_loads_lack(gate:
 def test_load_has_time_for_the_bytes_of_other_kinds_before_it(rig: Rig) -> None:
     chunks = make_chunks(rig.fmt, 1)
     rig.put(chunks)
-    ended: list[Piece] = []
+    ended: list[LoadPiece] = []
     ahead = rig.read(rig.items(chunks, 20), bytes_ahead=1 << 40, on_done=ended.append)
     until(lambda: len(ended) == 1)
     alone = rig.read(rig.items(chunks, 40), on_done=ended.append)
@@ -466,7 +466,7 @@ def test_early_loads_of_a_storage_at_rest_are_no_trouble(rig: Rig) -> None:
     chunks = make_chunks(rig.fmt, 2)
     rig.put(chunks)
     rig.guard.reads.trip("broken", 1000.0)
-    ended: list[Piece] = []
+    ended: list[LoadPiece] = []
     _early(rig, chunks, ended)
     assert [load.failures for load in ended] == [[(chunks[0], Failure.UNAVAILABLE)]]
     assert rig.count("load_failures_unavailable") == 0
@@ -482,7 +482,7 @@ def test_threads_follow_the_storage() -> None:
     assert default_io_threads(Properties("odd", concurrency=1, probe_cost=10e-3)) == (2, 1)
 
 
-class LookedAt(Piece):
+class LookedAt(LoadPiece):
     """A load that counts how often a thread looks at it."""
 
     looks = 0

@@ -21,7 +21,7 @@ from kvshelf.format.kinds import DRAFT
 from kvshelf.shelf.view import NamespaceView
 from kvshelf.transfer import loads, transfers
 from kvshelf.vllm.groups import CacheGroups
-from kvshelf.vllm.metadata import Facts
+from kvshelf.vllm.metadata import WorkerFacts
 from kvshelf.vllm.scheduler import SchedulerEngine
 from kvshelf.vllm.scheduler import drafter as scheduler_drafter
 from kvshelf.vllm.scheduler.drafter import DraftedChain, DraftScheduler
@@ -388,14 +388,14 @@ def test_computing_blocks_anew_after_they_left_the_cache_makes_them_good() -> No
     rows = Rows()
     request = rows.request("loaded")
     rows.side.to_load("loaded", rows.chain, 0, 12)
-    rows.side.take_facts(Facts(without_drafts=[("loaded", 0)]))
+    rows.side.take_facts(WorkerFacts(without_drafts=[("loaded", 0)]))
     assert not rows.is_stored(request, 12, 16)
     assert rows.is_stored(rows.request("again"), 0, 12, 16)
     assert rows.is_stored(rows.request("later", cached=12), 12, 16)
     # A load that brought nothing at all is computed.
     request = rows.request("failed")
     rows.side.to_load("failed", rows.chain, 0, 12)
-    rows.side.take_facts(Facts(without_drafts=[("failed", 0)]))
+    rows.side.take_facts(WorkerFacts(without_drafts=[("failed", 0)]))
     assert rows.is_stored(request, 0, 12, 16)
 
 

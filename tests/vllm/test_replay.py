@@ -22,7 +22,7 @@ pytest.importorskip("vllm")
 from kvshelf.format.kinds import DRAFT
 from kvshelf.vllm import adapters, connector
 from kvshelf.vllm.messages import Outbox
-from kvshelf.vllm.metadata import AdapterContent, Facts, WorkerMetadata
+from kvshelf.vllm.metadata import AdapterContent, WorkerFacts, WorkerMetadata
 from kvshelf.weights.fingerprints import FingerprintCache
 from tests.sim.engine import RUNNERS, Adapters, EngineModel, Start, adapter, make_adapter
 from tests.sim.engine_caches import PLAIN, drafter
@@ -193,7 +193,7 @@ def test_adapter_whose_files_change_while_vllm_reads_them_is_not_stored(
 
 
 def test_worker_that_loaded_two_contents_of_an_adapter_agrees_with_neither(tmp_path: Path) -> None:
-    asked, loaded = adapter(tmp_path / "a"), adapters.LoadedAdapters(Outbox(Facts))
+    asked, loaded = adapter(tmp_path / "a"), adapters.LoadedAdapters(Outbox(WorkerFacts))
     contents = []
     for text in ("before", "after, and longer"):
         stamp, _ = adapters._stamp(str(make_adapter(tmp_path / "a", text)))

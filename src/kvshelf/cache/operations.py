@@ -28,7 +28,7 @@ from kvshelf.format.kinds import FULL
 from kvshelf.kv.sources import BoundKV
 from kvshelf.shelf.lookup import Lookup
 from kvshelf.transfer.context import ChunkSlots
-from kvshelf.transfer.load import Failure, Piece
+from kvshelf.transfer.load import Failure, LoadPiece
 from kvshelf.transfer.stores import StoreOutcome, StoreResult
 
 T = TypeVar("T")
@@ -190,7 +190,7 @@ def find_in_memory(parts: KindParts, prompt: Prompt) -> Handle[int]:
 # ----------------------------------------------------------------------------- loads
 
 
-class _Loading(Generic[T]):
+class _Retrieval(Generic[T]):
     """A lookup and the load of the chunks that it finds.
 
     The lookup thread calls :meth:`_found`, which starts the load; the thread that ends the load
@@ -217,7 +217,7 @@ class _Loading(Generic[T]):
         prompt: Prompt,
         items: Callable[[Sequence[Chunk]], list[ChunkSlots]],
         outcome: Callable[[int], T],
-        on_ended: Callable[[Piece], None] = lambda load: None,
+        on_ended: Callable[[LoadPiece], None] = lambda load: None,
         *,
         early: bool = False,
     ) -> None:
@@ -227,7 +227,7 @@ class _Loading(Generic[T]):
         self._on_ended = on_ended
         self._early = early
         self._lock = threading.Lock()
-        self._load: Piece | None = None
+        self._load: LoadPiece | None = None
         self._starting = False
         self._cancelled = threading.Event()
         self._leading = 0
@@ -247,7 +247,9 @@ class _Loading(Generic[T]):
             # Of the full chunks, those before the first are in use as well.
             parts.note_used(hit if parts.fmt.kind == FULL else chunks)
         try:
-            load = Piece(parts.view, self._items(chunks), early=self._early, on_done=self._ended)
+            load = LoadPiece(
+                parts.view, self._items(chunks), early=self._early, on_done=self._ended
+            )
             parts.loads.load(load)
         except BaseException:  # the cache was closed
             self.handle.finish()
@@ -259,7 +261,7 @@ class _Loading(Generic[T]):
         if cancelled:
             parts.loads.cancel(load)
 
-    def _ended(self, load: Piece) -> None:
+    def _ended(self, load: LoadPiece) -> None:
         self._on_ended(load)
         self._leading = load.leading
         for chunk, failure in load.failures:
@@ -297,12 +299,12 @@ def retrieve(parts: KindParts, prompt: Prompt, opened: BoundKV) -> Handle[Tensor
         mask[prompt.start : prompt.start + leading * size] = True
         return mask
 
-    def ended(load: Piece) -> None:
+    def ended(load: LoadPiece) -> None:
         counters.add("hit_tokens", len(load.items) * size)
         counters.add("loaded_tokens", load.leading * size)
 
     counters.add("lookup_tokens", len(prompt.tokens) - prompt.start)
-    return _Loading("retrieve", parts, prompt, items, outcome, ended).handle
+    return _Retrieval("retrieve", parts, prompt, items, outcome, ended).handle
 
 
 def prefetch(parts: KindParts, prompt: Prompt) -> Handle[int]:
@@ -318,7 +320,7 @@ def prefetch(parts: KindParts, prompt: Prompt) -> Handle[int]:
         # Other prompts may have evicted prefetched chunks.
         return places.leading(missing) * parts.fmt.chunk_size
 
-    return _Loading("prefetch", parts, prompt, items, outcome, early=True).handle
+    return _Retrieval("prefetch", parts, prompt, items, outcome, early=True).handle
 
 
 # ----------------------------------------------------------------------------- stores

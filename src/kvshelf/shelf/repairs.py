@@ -37,7 +37,7 @@ COPY_SECONDS: Final = 60.0
 _WRONG_SIZE: Final = (None, Defect.EMPTY_OBJECT, Defect.TRUNCATED_OBJECT, Defect.WRONG_SIZE)
 
 
-class Budget:
+class RepairBudget:
     """How many files a process sets aside: eight, and then one a minute."""
 
     def __init__(self) -> None:
@@ -64,7 +64,7 @@ class Budget:
 
 
 #: That of this process.
-budget = Budget()
+budget = RepairBudget()
 
 
 def create(backend: Backend, name: str, buffer: BytesLike, size: int) -> WriteResult:

@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 #: One kind of KV of one chunk or tail.
-Piece: TypeAlias = "tuple[Kind, Chunk]"
+AwaitedPiece: TypeAlias = "tuple[Kind, Chunk]"
 #: One shard of a piece.
 _Object: TypeAlias = "tuple[Kind, Chunk, range]"
 
@@ -95,7 +95,7 @@ class Wait:
     """
 
     _service: WaitService
-    _pieces: Sequence[Piece]
+    _pieces: Sequence[AwaitedPiece]
     _attempt: str
     complete: bool = False
     gave_up: bool = False
@@ -184,7 +184,7 @@ class WaitService:
 
     # ------------------------------------------------------------------------ on the step thread
 
-    def submit(self, pieces: Sequence[Piece], attempt: str) -> Wait:
+    def submit(self, pieces: Sequence[AwaitedPiece], attempt: str) -> Wait:
         """Begin to wait; returns at once.
 
         Parameters

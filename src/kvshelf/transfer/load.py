@@ -31,7 +31,7 @@ class Failure(Enum):
 
 
 @dataclass(eq=False, slots=True)
-class Piece:
+class LoadPiece:
     """The chunks of one kind that a load brings, and their outcome once ``finished``.
 
     Its maker says what to load. Afterwards :class:`~kvshelf.transfer.loads.Loads` alone writes to
@@ -92,7 +92,7 @@ class Piece:
     keeps: bool = False
     cuts: Sequence[float] = ()
     at_once: int = 0
-    on_done: Callable[[Piece], None] = lambda piece: None
+    on_done: Callable[[LoadPiece], None] = lambda piece: None
     names: Sequence[Hashable] = ()
     failed_at: int | None = None
     failures: list[tuple[Chunk, Failure]] = field(default_factory=list)
@@ -183,7 +183,7 @@ class Load:
     Attributes
     ----------
     request_id : str
-    pieces : Mapping[Kind, Piece]
+    pieces : Mapping[Kind, LoadPiece]
         All of them once the load has begun.
     cancelled : bool
         The caller gave it up. Its pieces may be cancelled without that, see `failed`.
@@ -198,14 +198,14 @@ class Load:
     unfinished: int
     begun: float = 0.0
     seconds: float = 0.0
-    pieces: dict[Kind, Piece] = field(default_factory=dict)
+    pieces: dict[Kind, LoadPiece] = field(default_factory=dict)
     cancelled: bool = False
     finished: bool = False
     #: The other pieces were cancelled after one had failed.
     stopped: bool = False
 
     @property
-    def needed(self) -> dict[Kind, Piece]:
+    def needed(self) -> dict[Kind, LoadPiece]:
         """The pieces without which the load fails: all but a drafter's."""
         # A copy: another thread may still be starting pieces.
         return {kind: piece for kind, piece in tuple(self.pieces.items()) if kind != DRAFT}
@@ -246,7 +246,7 @@ class Load:
 
     @property
     def failures(self) -> list[tuple[Kind, Chunk, Failure]]:
-        """What failed of the needed pieces, with the reason; see :attr:`Piece.failures`."""
+        """What failed of the needed pieces, with the reason; see :attr:`LoadPiece.failures`."""
         return [
             (kind, chunk, failure)
             for kind, piece in self.needed.items()

@@ -1,7 +1,7 @@
 """The loads of one kind of KV: chunks on their way from a shelf to a paged cache.
 
 Owns the threads that read, the loads in progress, and who reads what for which of them: what is
-called a load here is the :class:`~kvshelf.transfer.load.Piece` of this kind.
+called a load here is the :class:`~kvshelf.transfer.load.LoadPiece` of this kind.
 
 A load thread takes the next objects of a chunk that is begun. Else it begins the next chunk that a
 load wants: it looks for the chunk in memory, or takes a slot (:mod:`kvshelf.memory.ring`). The
@@ -68,7 +68,7 @@ from kvshelf.memory.ring import Share, Slot
 from kvshelf.shelf.view import FailedRead, ObjectRef, Pinned, ShelfView
 from kvshelf.traces import trace_range
 from kvshelf.transfer.context import TransferContext, TransferHalf
-from kvshelf.transfer.load import Failure, Piece
+from kvshelf.transfer.load import Failure, LoadPiece
 
 #: Objects of a load that are announced to the shelf at a time, the first ones by the step thread:
 #: a name for each takes a while.
@@ -103,7 +103,7 @@ class Reading:
         Its objects.
     name : Hashable
         Its name in memory.
-    wants : list of (Piece, int)
+    wants : list of (LoadPiece, int)
         The loads that it is for, and the item of each.
     share : Share
         By which the slot is pinned.
@@ -125,7 +125,7 @@ class Reading:
     view: ShelfView
     chunk: Chunk
     name: Hashable
-    wants: list[tuple[Piece, int]]
+    wants: list[tuple[LoadPiece, int]]
     share: Share
     slot: Slot | None
     is_near: bool
@@ -169,16 +169,16 @@ class Loads(TransferHalf):
         self._early_threads = max(1, self._storage_threads - max(1, self._storage_threads // 4))
         self._chunks_at_once = max(1, context.load_threads // len(self._shards))
         #: Those that are not finished, the oldest first.
-        self._active: dict[Piece, None] = {}
+        self._active: dict[LoadPiece, None] = {}
         #: Those of them with chunks that no thread has begun, early ones apart; and which of these
         #: have their next chunk in memory.
-        self._queue: dict[Piece, None] = {}
-        self._near: dict[Piece, None] = {}
-        self._early: dict[Piece, None] = {}
+        self._queue: dict[LoadPiece, None] = {}
+        self._near: dict[LoadPiece, None] = {}
+        self._early: dict[LoadPiece, None] = {}
         self._oldest_next = True
         #: The loads that want a chunk which no thread has begun for them, and the item of each, by
         #: its name.
-        self._wanted: dict[object, dict[Piece, int]] = {}
+        self._wanted: dict[object, dict[LoadPiece, int]] = {}
         #: The chunks that are being read, by name; those with objects that no thread has taken; and
         #: that of each thread.
         self._reading: dict[object, Reading] = {}
@@ -187,12 +187,12 @@ class Loads(TransferHalf):
 
     # ------------------------------------------------------------- step thread
 
-    def load(self, piece: Piece, bytes_ahead: int = 0) -> None:
+    def load(self, piece: LoadPiece, bytes_ahead: int = 0) -> None:
         """Start to load chunks into the paged cache. Step thread; returns at once.
 
         Parameters
         ----------
-        piece : Piece
+        piece : LoadPiece
             A new one. A caller that waits for its end calls :meth:`check` now and then.
         bytes_ahead : int
             Bytes of loads of other kinds, which share the storage with this one.
@@ -226,7 +226,7 @@ class Loads(TransferHalf):
                 if not self._may_come(piece):
                     self._refuse(piece)
 
-    def _enqueue(self, piece: Piece) -> None:
+    def _enqueue(self, piece: LoadPiece) -> None:
         """Queue the chunks of a load; those that are being read are shared. Holds the lock."""
         for item, name in enumerate(piece.names):
             reading = self._reading.get(name)
@@ -239,7 +239,7 @@ class Loads(TransferHalf):
         self._update(piece)
         self._work.notify(len(piece.items))
 
-    def _announce(self, piece: Piece) -> None:
+    def _announce(self, piece: LoadPiece) -> None:
         """Announce the next items of a load to the shelf. The caller does not hold the lock."""
         items = piece.items[piece.announced : piece.announced + self._announced]
         piece.announced += self._announced
@@ -247,7 +247,7 @@ class Loads(TransferHalf):
         if items and not piece.early and not piece.at_once:
             piece.view.expect([item.chunk for item in items], self._shards)
 
-    def cancel(self, piece: Piece, *, count: bool = True) -> None:
+    def cancel(self, piece: LoadPiece, *, count: bool = True) -> None:
         """Give a load up.
 
         It is still reported finished, once no thread writes to the cache for it. Objects that
@@ -272,7 +272,7 @@ class Loads(TransferHalf):
                     self._counters.add("cut_loads")
                     self._fail(piece, piece.leading, Failure.CUT)
 
-    def release(self, piece: Piece, first: int = 0) -> None:
+    def release(self, piece: LoadPiece, first: int = 0) -> None:
         """Give an early load up, and what it pins of its items from `first` on."""
         with self._lock:
             if not piece.finished:
@@ -292,7 +292,7 @@ class Loads(TransferHalf):
 
     # ------------------------------------------------------------- the queue, with the lock
 
-    def _update(self, piece: Piece) -> None:
+    def _update(self, piece: LoadPiece) -> None:
         """Note that less of a load is wanted, or that its next chunk is another one."""
         if piece.next_item >= piece.wanted:
             (self._early if piece.early else self._queue).pop(piece, None)
@@ -338,7 +338,7 @@ class Loads(TransferHalf):
             return early, self._take_shards(early)
         return self._begin(next(iter(self._early))) if self._early else None
 
-    def _choose(self) -> Piece | None:
+    def _choose(self) -> LoadPiece | None:
         """Return the load whose turn it is, see the module; None if that may read no more now."""
         oldest = next(iter(self._queue))
         if oldest.at_once:
@@ -349,7 +349,7 @@ class Loads(TransferHalf):
         compared = [piece for piece in islice(self._queue, _COMPARED) if piece.may_begin]
         return min(compared, key=lambda piece: (piece.wanted - piece.next_item).bit_length())
 
-    def _begin(self, piece: Piece, slot: Slot | None = None) -> tuple[Reading, list[int]]:
+    def _begin(self, piece: LoadPiece, slot: Slot | None = None) -> tuple[Reading, list[int]]:
         """Begin the next chunk of a load, in memory if a slot has it, for all who want it."""
         name = piece.names[piece.next_item]
         slot = slot or self._ring.find(name, self._memory.loads)
@@ -382,14 +382,14 @@ class Loads(TransferHalf):
             self._begun.remove(reading)
         return shards
 
-    def _take_wants(self, reading: Reading) -> list[tuple[Piece, int]]:
+    def _take_wants(self, reading: Reading) -> list[tuple[LoadPiece, int]]:
         """Let no further load share a chunk; return the loads that it is for."""
         if self._reading.get(reading.name) is reading:
             del self._reading[reading.name]
         wants, reading.wants = reading.wants, []
         return wants
 
-    def _end(self, reading: Reading) -> list[tuple[Piece, int]]:
+    def _end(self, reading: Reading) -> list[tuple[LoadPiece, int]]:
         """Let nothing more come of a chunk that is being read; return the loads that it was for."""
         wants = self._take_wants(reading)
         if not reading.is_over:
@@ -461,7 +461,7 @@ class Loads(TransferHalf):
 
     def _slot_for(self, reading: Reading) -> Slot | None:
         """Return the slot of a chunk, taken for its first object; None if the chunk is over."""
-        lacking: list[tuple[Piece, int]] = []
+        lacking: list[tuple[LoadPiece, int]] = []
         with self._lock:
             if reading.slot is None and not reading.is_over:
                 if reading.is_early:
@@ -500,7 +500,7 @@ class Loads(TransferHalf):
         return False
 
     def _fail_all(
-        self, chunk: Chunk, wants: Sequence[tuple[Piece, int]], failed: FailedRead
+        self, chunk: Chunk, wants: Sequence[tuple[LoadPiece, int]], failed: FailedRead
     ) -> None:
         """Fail the loads that a chunk was for. Without the lock, since it logs."""
         if wants:
@@ -542,7 +542,9 @@ class Loads(TransferHalf):
                     piece.arrive(item)
                 self._settle(piece)
 
-    def _keep(self, reading: Reading, piece: Piece, item: int, *, is_fresh: bool) -> Failure | None:
+    def _keep(
+        self, reading: Reading, piece: LoadPiece, item: int, *, is_fresh: bool
+    ) -> Failure | None:
         """Keep a chunk in memory for an early load; `is_fresh` if it was read for this one."""
         slot = reading.slot
         if piece.keeps:
@@ -559,7 +561,7 @@ class Loads(TransferHalf):
             self._counters.add("prefetched_bytes", self._bytes_of(reading.chunk))
         return None
 
-    def _scatter(self, reading: Reading, piece: Piece, item: int) -> Failure | None:
+    def _scatter(self, reading: Reading, piece: LoadPiece, item: int) -> Failure | None:
         """Copy a chunk into the paged cache for one load; return why that failed."""
         with self._lock:
             if not piece.wants(item):
@@ -608,7 +610,7 @@ class Loads(TransferHalf):
         self,
         chunk: Chunk,
         failed: FailedRead,
-        pieces: Sequence[Piece],
+        pieces: Sequence[LoadPiece],
         failure: Failure | None = None,
     ) -> Failure:
         """Count and log that a chunk could not be had for loads; return why."""
@@ -633,7 +635,7 @@ class Loads(TransferHalf):
 
     # ------------------------------------------------------------- failures
 
-    def _give_up(self, piece: Piece, item: int) -> None:
+    def _give_up(self, piece: LoadPiece, item: int) -> None:
         """Fail a load from an item on that missed its deadline. Holds the lock."""
         self._counters.add("load_failures_timeout")
         chunk = piece.items[item].chunk
@@ -664,25 +666,25 @@ class Loads(TransferHalf):
                 if not (self._threads.any and self._may_come(piece)):
                     self._refuse(piece)
 
-    def _may_come(self, piece: Piece) -> bool:
+    def _may_come(self, piece: LoadPiece) -> bool:
         """Whether more of a load may come: from the storage, a tier or memory."""
         return piece.view.available or piece in self._near
 
-    def _refuse(self, piece: Piece) -> None:
+    def _refuse(self, piece: LoadPiece) -> None:
         """Fail the rest of a load without a call to the storage. Holds the lock."""
         if not piece.early:
             self._counters.add("load_failures_unavailable")
         self._fail(piece, piece.leading, Failure.UNAVAILABLE)
 
-    def _lacking(self) -> list[Piece]:
+    def _lacking(self) -> list[LoadPiece]:
         return [piece for piece in self._active if piece.lacks]
 
-    def _fail(self, piece: Piece, item: int, failure: Failure) -> None:
+    def _fail(self, piece: LoadPiece, item: int, failure: Failure) -> None:
         """Note that an item will not arrive. Holds the lock."""
         piece.fail(item, failure)
         self._settle(piece)
 
-    def _settle(self, piece: Piece) -> None:
+    def _settle(self, piece: LoadPiece) -> None:
         """Complete a load if no further object of it is wanted. Holds the lock."""
         # Chunks after a failed one are useless to this request.
         self._update(piece)
@@ -692,7 +694,7 @@ class Loads(TransferHalf):
         if piece.leading >= piece.wanted and not piece.scattering:
             self._complete(piece)
 
-    def _complete(self, piece: Piece) -> None:
+    def _complete(self, piece: LoadPiece) -> None:
         piece.finished = True
         if piece.wanted and not piece.early:
             self._context.count("loaded_chunks", piece.wanted)

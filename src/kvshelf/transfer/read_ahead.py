@@ -27,7 +27,7 @@ import torch
 from kvshelf.format.keys import Chunk
 from kvshelf.shelf.view import ShelfView
 from kvshelf.transfer.context import ChunkSlots, TransferContext
-from kvshelf.transfer.load import Failure, Piece
+from kvshelf.transfer.load import Failure, LoadPiece
 from kvshelf.transfer.loads import Loads
 
 #: Seconds until the next attempt after the storage or memory was unavailable.
@@ -45,7 +45,7 @@ class _Request:
         The objects of the namespace of its chunks.
     chunks : deque of Chunk
         What is not read yet.
-    pieces : list of Piece
+    pieces : list of LoadPiece
         The early loads that were started.
     ended : bool
         Nothing more is read for it.
@@ -53,7 +53,7 @@ class _Request:
 
     view: ShelfView
     chunks: deque[Chunk] = field(default_factory=deque)
-    pieces: list[Piece] = field(default_factory=list)
+    pieces: list[LoadPiece] = field(default_factory=list)
     ended: bool = False
 
 
@@ -75,7 +75,7 @@ class ReadAhead:
         #: How many requests have each chunk that is being read or has come.
         self._users: Counter[bytes] = Counter()
         #: Early loads that have ended; any thread appends.
-        self._finished: deque[Piece] = deque()
+        self._finished: deque[LoadPiece] = deque()
         self._retry_at = 0.0
 
     def add(self, request_id: str, view: ShelfView, chunks: Sequence[Chunk]) -> None:
@@ -126,7 +126,7 @@ class ReadAhead:
         for piece in request.pieces:
             self._loads.cancel(piece)
 
-    def _release(self, piece: Piece, first: int) -> None:
+    def _release(self, piece: LoadPiece, first: int) -> None:
         """Give up what an early load keeps, all of it or from an item on."""
         for item in piece.items[first:]:
             key = item.chunk.key
@@ -135,7 +135,7 @@ class ReadAhead:
                 del self._users[key]
         self._loads.release(piece, first)
 
-    def _note_failed(self, piece: Piece) -> dict[Chunk, Failure]:
+    def _note_failed(self, piece: LoadPiece) -> dict[Chunk, Failure]:
         """Queue the chunks that an early load did not bring again, or end its request."""
         request = next(
             (waiting for waiting in self._requests.values() if piece in waiting.pieces), None
@@ -185,7 +185,7 @@ class ReadAhead:
             if chunks:
                 items = [ChunkSlots(chunk, _NO_SLOTS) for chunk in chunks]
                 ended = self._finished.append
-                piece = Piece(request.view, items, early=True, keeps=True, on_done=ended)
+                piece = LoadPiece(request.view, items, early=True, keeps=True, on_done=ended)
                 self._loads.load(piece)
                 request.pieces.append(piece)
             if request.chunks:

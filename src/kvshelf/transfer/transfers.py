@@ -30,7 +30,7 @@ from kvshelf.backends import Properties
 from kvshelf.format.kinds import DRAFT, KINDS, Kind
 from kvshelf.shelf.view import ShelfView
 from kvshelf.transfer.context import ChunkSlots, TransferContext, TransferHalf
-from kvshelf.transfer.load import Load, Piece
+from kvshelf.transfer.load import Load, LoadPiece
 from kvshelf.transfer.loads import Loads
 from kvshelf.transfer.stores import Stores
 
@@ -148,7 +148,7 @@ class Transfers:
         ahead = {kind: loads.loading_bytes for kind, loads in self.loads.items()}
         total = sum(ahead.values()) + sum(sizes.values())
         pieces = {
-            kind: Piece(
+            kind: LoadPiece(
                 views[kind],
                 items[kind],
                 cuts=cuts * len(items[kind]) if len(cuts) == 1 else cuts,
@@ -169,7 +169,7 @@ class Transfers:
             except Exception as error:
                 # Other pieces may write to the caches already: the load ends with them.
                 logger.error("a part of a load was not started", exc_info=error)
-                piece.on_done(Piece(views[kind], items[kind], failed_at=0, finished=True))
+                piece.on_done(LoadPiece(views[kind], items[kind], failed_at=0, finished=True))
         return load
 
     def cancel(self, request_id: str) -> None:
@@ -179,7 +179,7 @@ class Transfers:
             load.cancelled = True
             self._cancel_pieces(load.pieces, count=True)
 
-    def _cancel_pieces(self, pieces: Mapping[Kind, Piece], *, count: bool) -> None:
+    def _cancel_pieces(self, pieces: Mapping[Kind, LoadPiece], *, count: bool) -> None:
         for kind, piece in tuple(pieces.items()):
             self.loads[kind].cancel(piece, count=count)
             # One load counts once.
@@ -227,7 +227,7 @@ class Transfers:
                 useless = {kind: piece for kind, piece in load.pieces.items() if kind not in useful}
                 self._cancel_pieces(useless, count=False)
 
-    def _piece_done(self, load: Load, kind: Kind, piece: Piece) -> None:
+    def _piece_done(self, load: Load, kind: Kind, piece: LoadPiece) -> None:
         """Note that a piece is finished. Runs with the lock of its :class:`Loads` held."""
         with self._changed:
             load.pieces[kind] = piece

@@ -55,7 +55,7 @@ from typing import Any, Final, NamedTuple
 from kvshelf.background import Background
 from kvshelf.errors import ConfigError
 from kvshelf.vllm.messages import Outbox
-from kvshelf.vllm.metadata import AdapterContent, Facts
+from kvshelf.vllm.metadata import AdapterContent, WorkerFacts
 from kvshelf.weights.fingerprints import (
     FingerprintCache,
     adapter_files,
@@ -299,11 +299,11 @@ class LoadedAdapters:
 
     Parameters
     ----------
-    facts : Outbox of Facts
+    facts : Outbox of WorkerFacts
         Gets the ids for which this worker loaded other content than the scheduler hashed.
     """
 
-    def __init__(self, facts: Outbox[Facts]) -> None:
+    def __init__(self, facts: Outbox[WorkerFacts]) -> None:
         self._facts = facts
         #: By id; one that is empty is not known.
         self._stamps: dict[int, set[bytes]] = {}

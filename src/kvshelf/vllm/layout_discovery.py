@@ -95,7 +95,7 @@ class LayerCache:
     backend: str
 
 
-class _UnknownError(Exception):
+class _UnknownLayoutError(Exception):
     """The layer is not of a kind that may be written to; the message says why."""
 
 
@@ -166,12 +166,12 @@ def discover_layouts(
             )
             learned = _learn(cache, shape, write, layout_of_form.get(kind))
             if isinstance(learned.layout, PermutedLayout) and cache.device.type != "cpu":
-                raise _UnknownError(
+                raise _UnknownLayoutError(
                     "its elements are permuted inside blocks, which no GPU kernel supports"
                 )
             if learned.layout is not None:
                 layout_of_form[kind] = learned.layout
-        except _UnknownError as unknown:
+        except _UnknownLayoutError as unknown:
             learned = LearnedLayout(None, str(unknown))
         except Exception as error:  # noqa: BLE001  a layer may lack expected attributes
             learned = LearnedLayout(None, f"{type(error).__name__}: {error}")
@@ -205,14 +205,14 @@ def _learn(
                 return confirmed
         return learn_layout(cache, shape, write)
     except Exception as error:  # noqa: BLE001  whatever an engine's operator raises
-        raise _UnknownError(f"its cache update failed: {error}") from None
+        raise _UnknownLayoutError(f"its cache update failed: {error}") from None
 
 
 def _stored_dtype(dtype_name: str, cache: Tensor) -> str:
     try:
         return stored_dtype(dtype_name, str(cache.dtype))
     except UnsupportedError as error:
-        raise _UnknownError(str(error)) from None
+        raise _UnknownLayoutError(str(error)) from None
 
 
 def takes(signature: inspect.Signature, expected: Sequence[str]) -> bool:
@@ -268,33 +268,33 @@ def _writer(
 
     Raises
     ------
-    _UnknownError
+    _UnknownLayoutError
         If the layer must not be written to.
     """
     from vllm.v1.attention.backend import AttentionImpl, MLAAttentionImpl
 
     impl = _implementation(layer)
     if getattr(layer, "kv_sharing_target_layer_name", None) is not None:
-        raise _UnknownError("it shares another layer's cache")
+        raise _UnknownLayoutError("it shares another layer's cache")
     if fused := fused_writer(layer):
-        raise _UnknownError(fused)
+        raise _UnknownLayoutError(fused)
     bound: Tensor = layer.kv_cache
     if isinstance(impl, AttentionImpl):
         expected = ATTENTION_UPDATE
         if getattr(layer.attn_backend, "forward_includes_kv_cache_update", True):
-            raise _UnknownError("it updates its cache inside attention")
+            raise _UnknownLayoutError("it updates its cache inside attention")
         if int(getattr(layer, "head_size_v", layer.head_size)) != int(layer.head_size):
-            raise _UnknownError("its K and V have different sizes")
+            raise _UnknownLayoutError("its K and V have different sizes")
     elif isinstance(impl, MLAAttentionImpl):
         expected = MLA_UPDATE
         if getattr(layer, "hisparse_cache", None) is not None:
-            raise _UnknownError("its cache is one of two tiers")
+            raise _UnknownLayoutError("its cache is one of two tiers")
     else:
-        raise _UnknownError(f"{type(impl).__name__} is not a known kind of attention")
+        raise _UnknownLayoutError(f"{type(impl).__name__} is not a known kind of attention")
     update = getattr(impl, "do_kv_cache_update", None)
     signature = inspect.signature(update) if callable(update) else inspect.Signature()
     if update is None or not takes(signature, expected):
-        raise _UnknownError(
+        raise _UnknownLayoutError(
             f"its cache update takes ({', '.join(signature.parameters)}), expected"
             f" ({', '.join(expected)}) and defaults for further ones"
         )
@@ -334,7 +334,7 @@ def _scales(layer: Any, heads: int, scaled: bool) -> tuple[tuple[float, float], 
 
     Raises
     ------
-    _UnknownError
+    _UnknownLayoutError
         If the layer's scales are of another form.
     """
     chosen, factors = [1.0, 1.0], [torch.ones(1, heads, 1)] * 2
@@ -345,7 +345,7 @@ def _scales(layer: Any, heads: int, scaled: bool) -> tuple[tuple[float, float], 
         else:
             scales = of_heads.flatten().tolist()
         if len(scales) not in (1, heads) or min(scales) <= 0:
-            raise _UnknownError(
+            raise _UnknownLayoutError(
                 f"its scales are {scales}, expected positive ones for all or each of {heads} heads"
             )
         # Preferably not a power of two: with such a scale exact values are expected.

@@ -5,8 +5,8 @@ workers at the start of a step, :class:`WorkerMetadata` back at its end. vLLM pi
 workers are other processes, so they hold plain data only.
 
 What must arrive is named in each step until the other side has answered: loads that not all ranks
-have begun, :class:`Orders`, and :class:`Facts` (:mod:`kvshelf.vllm.messages`). The rest is about
-one step, or is repeated in each step for as long as it holds.
+have begun, :class:`Orders`, and :class:`WorkerFacts` (:mod:`kvshelf.vllm.messages`). The rest is
+about one step, or is repeated in each step for as long as it holds.
 
 Block ids are tuples with one list for each KV cache group of the engine, in vLLM's order, because a
 block id means something within its group only.
@@ -203,8 +203,8 @@ class StepMetadata(KVConnectorMetadata):
     orders : list of (int, Orders)
         Those that not all ranks are known to have taken, with their numbers.
     heard : dict
-        Rank to the number up to which its :class:`Facts` have been taken; of ranks that have sent
-        some since the last step.
+        Rank to the number up to which its :class:`WorkerFacts` have been taken; of ranks that have
+        sent some since the last step.
     weights_round : int
         The current round, see :mod:`kvshelf.vllm.worker.weights`.
     prefetches : list of PrefetchOp
@@ -324,7 +324,7 @@ class RefusedStore:
 
 
 @dataclass
-class Facts:
+class WorkerFacts:
     """What the scheduler side must learn of a rank.
 
     Attributes
@@ -398,7 +398,7 @@ class WorkerMetadata(KVConnectorWorkerMetadata):
     """
 
     heard: dict[int, int] = field(default_factory=dict)
-    facts: dict[int, list[tuple[int, Facts]]] = field(default_factory=dict)
+    facts: dict[int, list[tuple[int, WorkerFacts]]] = field(default_factory=dict)
     reports: dict[int, WorkerReport] = field(default_factory=dict)
     weights: dict[int, WeightsReport] = field(default_factory=dict)
     draft_reports: dict[int, WorkerReport] = field(default_factory=dict)

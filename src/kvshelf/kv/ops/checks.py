@@ -1,7 +1,7 @@
 """The checks of a call, before any memory is touched.
 
-Owns :class:`Call`, a checked call, and the bounded record of caches that have passed their checks,
-which keeps no cache alive. Safe to call from any thread.
+Owns :class:`CopyCall`, a checked call, and the bounded record of caches that have passed their
+checks, which keeps no cache alive. Safe to call from any thread.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Caches(Generic[Layout]):
 
 
 @dataclass(eq=False, slots=True)  # not frozen: that would cost 2 µs per call
-class Call(Generic[Layout]):
+class CopyCall(Generic[Layout]):
     """A checked call, except for the slots' values. Never changed."""
 
     caches: Sequence[Tensor]
@@ -110,7 +110,7 @@ def checked(
     starts: Sequence[int] = (),
     *,
     gather: bool,
-) -> Call[Any]:
+) -> CopyCall[Any]:
     """Check a call except for its slots' values; `form` is the layout, as integers or permuted.
 
     `starts` is empty, or has the first byte of each layer in a buffer.
@@ -168,7 +168,7 @@ def checked(
         shard_stride = 0
     else:
         shard_stride = _check_buffers(buffers, name, expected)
-    return Call(
+    return CopyCall(
         caches,
         slots,
         buffers,

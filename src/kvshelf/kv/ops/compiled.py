@@ -12,14 +12,14 @@ from typing import Any, Final
 
 from kvshelf.kv.layout import PagedLayout, PermutedLayout
 from kvshelf.kv.ops import library
-from kvshelf.kv.ops.checks import Call, bad_slot_error
+from kvshelf.kv.ops.checks import CopyCall, bad_slot_error
 from kvshelf.kv.ops.permuted import units_of
 
 #: Indexes that are kept for each cache.
 _MAX_INDEXES: Final = 64
 
 
-def run_compiled(call: Call[Any], *, gather: bool) -> bool:
+def run_compiled(call: CopyCall[Any], *, gather: bool) -> bool:
     """Execute a call in host memory; return False where the library cannot.
 
     It takes no places of layers.
@@ -49,7 +49,7 @@ def run_compiled(call: Call[Any], *, gather: bool) -> bool:
     return True
 
 
-def _index_of(call: Call[PagedLayout]) -> array[int]:
+def _index_of(call: CopyCall[PagedLayout]) -> array[int]:
     """Return the fields of kvshelf::PagedIndex, in the order of their declaration."""
     indexes, layout = call.known.indexes, call.layout
     key = (call.first_head, call.tokens, call.shards, call.num_heads, call.shard_stride)
@@ -68,7 +68,7 @@ def _index_of(call: Call[PagedLayout]) -> array[int]:
     return index
 
 
-def _copy_permuted(function: Callable[..., int], call: Call[PermutedLayout]) -> int:
+def _copy_permuted(function: Callable[..., int], call: CopyCall[PermutedLayout]) -> int:
     layout, units = call.layout, units_of(call.layout)
     return function(
         call.known.addresses.buffer_info()[0],

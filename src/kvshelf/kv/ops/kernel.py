@@ -29,7 +29,7 @@ import torch
 from kvshelf.background import THREAD_LIMIT, try_to_start
 from kvshelf.errors import ConfigError
 from kvshelf.kv.layout import PagedLayout
-from kvshelf.kv.ops.checks import Call, check_slots
+from kvshelf.kv.ops.checks import CopyCall, check_slots
 from kvshelf.kv.ops.driver import AMD, driver_of, load_library, names, relaxed_captures
 from kvshelf.kv.ops.library import requested
 
@@ -331,7 +331,7 @@ class _Plan:
     parts: list[np.ndarray]
 
 
-def run_kernel(call: Call[PagedLayout], *, gather: bool) -> bool:
+def run_kernel(call: CopyCall[PagedLayout], *, gather: bool) -> bool:
     """Enqueue a checked call; return False where torch has to copy it.
 
     Raises
@@ -356,7 +356,7 @@ def run_kernel(call: Call[PagedLayout], *, gather: bool) -> bool:
     return True
 
 
-def _plan_of(call: Call[PagedLayout]) -> _Plan | None:
+def _plan_of(call: CopyCall[PagedLayout]) -> _Plan | None:
     """Return the plan of a call, made at most once for calls alike; None beyond 32 bits."""
     address = call.buffers.data_ptr()
     counts = (call.first_head, call.tokens, call.shards, call.num_heads, call.shard_stride)
@@ -371,7 +371,7 @@ def _plan_of(call: Call[PagedLayout]) -> _Plan | None:
     return cast("_Plan | None", plan)
 
 
-def _make_plan(call: Call[PagedLayout], address: int) -> _Plan | None:
+def _make_plan(call: CopyCall[PagedLayout], address: int) -> _Plan | None:
     layout, row = call.layout, call.layout.row_bytes
     heads = call.num_heads * call.shards
     layer_bytes = layout.chunk_bytes(call.tokens, call.num_heads)
@@ -414,7 +414,7 @@ def _make_plan(call: Call[PagedLayout], address: int) -> _Plan | None:
 
 
 def _launches(
-    call: Call[PagedLayout], plan: _Plan, slots: np.ndarray, processors: int
+    call: CopyCall[PagedLayout], plan: _Plan, slots: np.ndarray, processors: int
 ) -> Iterator[tuple[np.ndarray, tuple[int, int, int]]]:
     """Yield the arguments and the grid of each launch of a call."""
     layout = call.layout

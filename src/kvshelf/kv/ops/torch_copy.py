@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from kvshelf.kv.layout import PagedLayout, PermutedLayout
-from kvshelf.kv.ops.checks import Call, check_slot_values
+from kvshelf.kv.ops.checks import CopyCall, check_slot_values
 from kvshelf.kv.ops.permuted import units_of
 
 #: Widths of words in bytes, the widest first.
 WORDS: Final = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.uint8))
 
 
-def copy_torch(call: Call[Any], *, gather: bool) -> None:
+def copy_torch(call: CopyCall[Any], *, gather: bool) -> None:
     """Execute a checked call.
 
     Raises
@@ -73,7 +73,7 @@ def sent(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.to(device, non_blocking=True)
 
 
-def _rows_of_layers(call: Call[Any], word: torch.dtype) -> list[Tensor]:
+def _rows_of_layers(call: CopyCall[Any], word: torch.dtype) -> list[Tensor]:
     """[kv_planes, tokens, shards, heads, words] view of the buffers for each layer."""
     nbytes = call.layout.chunk_bytes(call.tokens, call.num_heads)
     starts = call.starts or range(0, nbytes * len(call.caches), nbytes)
@@ -84,7 +84,7 @@ def _rows_of_layers(call: Call[Any], word: torch.dtype) -> list[Tensor]:
     ]
 
 
-def widest_word(call: Call[Any], buffers: Tensor) -> torch.dtype:
+def widest_word(call: CopyCall[Any], buffers: Tensor) -> torch.dtype:
     """Return the widest word that divides the strides and addresses of a call."""
     layout = call.layout
     steps = layout.block_stride | layout.head_stride | layout.row_bytes
@@ -104,7 +104,7 @@ def widest_word(call: Call[Any], buffers: Tensor) -> torch.dtype:
 _Plan = tuple[Sequence[Tensor], Callable[[Tensor], Sequence[Tensor]]]
 
 
-def _strided(call: Call[PagedLayout], slots: Tensor, word: torch.dtype) -> _Plan:
+def _strided(call: CopyCall[PagedLayout], slots: Tensor, word: torch.dtype) -> _Plan:
     """Index tokens, in views [indexes, shards, heads, words]."""
     layout, width = call.layout, word.itemsize
     is_dense = layout.block_size * layout.token_stride == layout.block_stride
@@ -134,7 +134,7 @@ def _strided(call: Call[PagedLayout], slots: Tensor, word: torch.dtype) -> _Plan
     return [sent(slots, call.known.device)] * layout.kv_planes, views
 
 
-def _permuted(call: Call[PermutedLayout], slots: Tensor, word: torch.dtype) -> _Plan:
+def _permuted(call: CopyCall[PermutedLayout], slots: Tensor, word: torch.dtype) -> _Plan:
     """Index words, in one-dimensional views of all bytes that the layout uses."""
     layout, width = call.layout, word.itemsize
     blocks = torch.div(slots, layout.block_size, rounding_mode="floor")

@@ -29,7 +29,7 @@ from kvshelf.admission import AdmissionRule, Before, Hit
 from kvshelf.costs import work
 from kvshelf.format.keys import Chunk
 from kvshelf.format.kinds import DRAFT, Kind, kind_key
-from kvshelf.vllm.metadata import Facts, StepMetadata
+from kvshelf.vllm.metadata import StepMetadata, WorkerFacts
 from kvshelf.vllm.scheduler.engine import SchedulerEngine
 from kvshelf.vllm.scheduler.hits import Hits
 from kvshelf.vllm.scheduler.requests import RequestState, scheduled
@@ -48,7 +48,7 @@ class _Step(NamedTuple):
     after_pause: bool
 
 
-class _Loading(NamedTuple):
+class _AdmittedLoad(NamedTuple):
     """A load whose time is learned: what it brings, and what its time is learned by."""
 
     hit: Hit
@@ -164,7 +164,7 @@ class Admission:
         #: that computed nothing.
         self._ended = self._computed = 0.0
         #: The loads of which no time is known yet.
-        self._loading: dict[str, _Loading] = {}
+        self._loading: dict[str, _AdmittedLoad] = {}
         #: What the memory in front of the storage has.
         self._memory = InMemory()
         #: The requests of which something was read before their load.
@@ -213,7 +213,7 @@ class Admission:
                 self._engine.counters.add("explored_loads")
         rule.begin_load(hit, self.clock())
         chunks = self._hits.to_load(state, start, end)
-        self._loading[state.id] = _Loading(hit, rule.bytes_on_way(hit, loads_before), chunks)
+        self._loading[state.id] = _AdmittedLoad(hit, rule.bytes_on_way(hit, loads_before), chunks)
         nbytes = (0, hit.nbytes) if hit.is_near else (hit.nbytes, 0)
         self._running.put(state.id, *work(start, hit.tokens), *nbytes)
         return patience, at_once if at_once < hit.chunks else 0
@@ -335,7 +335,7 @@ class Admission:
         if self._computed:
             self._computed = now
 
-    def take_facts(self, facts: Facts) -> None:
+    def take_facts(self, facts: WorkerFacts) -> None:
         """Learn how long loads took."""
         for number, request_id, taken in facts.load_seconds:
             state = self._requests.get(request_id)

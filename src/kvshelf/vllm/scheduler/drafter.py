@@ -40,7 +40,7 @@ from kvshelf.format.namespace import Namespace
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.shelf.view import ShelfView
 from kvshelf.vllm.handshake import Handshake
-from kvshelf.vllm.metadata import BY_PARAMETERS, Facts, WorkerReport
+from kvshelf.vllm.metadata import BY_PARAMETERS, WorkerFacts, WorkerReport
 from kvshelf.vllm.namespace import stage_ranks, topologies_of
 from kvshelf.vllm.scheduler.engine import SchedulerEngine
 from kvshelf.vllm.scheduler.requests import RequestState, scheduled
@@ -246,7 +246,7 @@ class DraftScheduler:
         progress.loaded, size = end, chain.chunk_size
         return chain.drafts.chunks[first // size : -(-end // size)]
 
-    def take_facts(self, facts: Facts) -> None:
+    def take_facts(self, facts: WorkerFacts) -> None:
         """Note from which token on loads delivered no KV of the drafter, or that none will."""
         for request_id, token in facts.without_drafts:
             progress = self._requests.get(request_id)

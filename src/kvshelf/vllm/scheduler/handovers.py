@@ -64,7 +64,7 @@ from kvshelf.format.namespace import Namespace
 from kvshelf.logs import RateLimitedLog
 from kvshelf.shelf.lookup import Lookup, LookupService
 from kvshelf.shelf.shelf import read_namespace
-from kvshelf.shelf.waits import Piece, Wait, WaitService
+from kvshelf.shelf.waits import AwaitedPiece, Wait, WaitService
 from kvshelf.tiers.tiered import AnyShelf
 from kvshelf.vllm.affinity import widen_cpu_affinity
 from kvshelf.vllm.handover import Handover, read_bare, read_handover
@@ -374,7 +374,7 @@ class Handovers:
         awaited.wait = self._service.submit(pieces, awaited.handover.attempt)
         return awaited.wait
 
-    def _missing(self, state: RequestState, awaited: Awaited, lookup: Lookup) -> list[Piece]:
+    def _missing(self, state: RequestState, awaited: Awaited, lookup: Lookup) -> list[AwaitedPiece]:
         """Return what a load needs and the lookup has not seen: the full chunks first, in order.
 
         The hand-over gets its tail.
@@ -394,7 +394,7 @@ class Handovers:
         }
         seen_chunks[FULL] = range(lookup.full_chunks)
         missing = self._groups.hit_rule(size).missing(handover.tokens // size, seen_chunks)
-        pieces: list[Piece] = [(kind, lookup.chain.chunks[n]) for kind, n in missing]
+        pieces: list[AwaitedPiece] = [(kind, lookup.chain.chunks[n]) for kind, n in missing]
         return pieces if awaited.tail is None else [*pieces, (FULL, awaited.tail)]
 
     def _check(self, request: Any, handover: Handover, chain: KeyChain) -> Chunk | None:

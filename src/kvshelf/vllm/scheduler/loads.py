@@ -26,7 +26,7 @@ from typing import Any, Final
 
 from kvshelf.format.keys import Chunk
 from kvshelf.format.kinds import FULL, STATE, WINDOW, kind_of_key
-from kvshelf.vllm.metadata import Facts, LoadOp
+from kvshelf.vllm.metadata import LoadOp, WorkerFacts
 from kvshelf.vllm.scheduler.admission import Admission
 from kvshelf.vllm.scheduler.drafter import DraftScheduler
 from kvshelf.vllm.scheduler.engine import SchedulerEngine
@@ -207,7 +207,7 @@ class SchedulerLoads:
         if op is not None:
             self.planned[state.load] = self._without_chunks(op.number, op.request_id, op.end)
 
-    def take_facts(self, rank: int, facts: Facts) -> None:
+    def take_facts(self, rank: int, facts: WorkerFacts) -> None:
         """Take what a rank reports of loads, and of stores that replaced damaged objects."""
         if facts.begun > self._begun.get(rank, 0):
             self._begun[rank] = facts.begun

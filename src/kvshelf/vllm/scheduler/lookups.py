@@ -31,7 +31,7 @@ from typing import Any, Final
 
 from kvshelf.format.keys import KeyChain, MultimodalItem, salt_group_of
 from kvshelf.shelf.lookup import Lookup, LookupService
-from kvshelf.vllm.metadata import Facts
+from kvshelf.vllm.metadata import WorkerFacts
 from kvshelf.vllm.scheduler.drafter import DraftScheduler, draft_chunks
 from kvshelf.vllm.scheduler.engine import SchedulerEngine
 from kvshelf.vllm.scheduler.hits import Hits
@@ -298,7 +298,7 @@ class Lookups:
 
     # ------------------------------------------------------------- the storage
 
-    def take_facts(self, rank: int, facts: Facts) -> None:
+    def take_facts(self, rank: int, facts: WorkerFacts) -> None:
         """Take what a rank reports of the storage."""
         for number in facts.other_adapters:
             self._engine.adapters.distrust(number)

@@ -41,7 +41,7 @@ from kvshelf.logs import RateLimitedLog
 from kvshelf.tiers.tiered import AnyShelf
 from kvshelf.vllm.handover import asks_for_handover
 from kvshelf.vllm.messages import Inbox
-from kvshelf.vllm.metadata import Facts, StepMetadata, WorkerMetadata
+from kvshelf.vllm.metadata import StepMetadata, WorkerFacts, WorkerMetadata
 from kvshelf.vllm.scheduler.admission import Admission
 from kvshelf.vllm.scheduler.drafter import DraftScheduler
 from kvshelf.vllm.scheduler.engine import SchedulerEngine
@@ -394,7 +394,7 @@ class SchedulerSide:
         if not self.drafter.left_out:
             self.drafter.receive(meta.draft_reports, self.namespace, all_spoke=all_spoke)
 
-    def _receivers(self, rank: int) -> list[Callable[[Facts], None]]:
+    def _receivers(self, rank: int) -> list[Callable[[WorkerFacts], None]]:
         """Return the functions that take what a rank reports, each with its own tries."""
         return [
             self._take_facts,
@@ -405,7 +405,7 @@ class SchedulerSide:
             self.admission.take_facts,
         ]
 
-    def _take_facts(self, facts: Facts) -> None:
+    def _take_facts(self, facts: WorkerFacts) -> None:
         """Take what concerns the engine as a whole."""
         for reason, already_logged in facts.disabled:
             self.engine.handshake.disable(reason, already_logged=already_logged)

@@ -10,7 +10,7 @@ step of the request. The chunks that wait are the request's *backlog*. Windows, 
 drafter's KV do not wait: the next step may overwrite them.
 
 A worker answers each step that brings stores with its room after that step
-(:attr:`~kvshelf.vllm.metadata.Facts.room`). What was handed out since then is subtracted.
+(:attr:`~kvshelf.vllm.metadata.WorkerFacts.room`). What was handed out since then is subtracted.
 A worker that has no memory after all, as where its memory is in fragments, refuses the chunk, and
 the scheduler plans it again.
 
@@ -52,7 +52,7 @@ from kvshelf.format.keys import Chunk, KeyChain
 from kvshelf.format.kinds import DRAFT, FULL, STATE, Kind
 from kvshelf.shelf.lookup import Lookup
 from kvshelf.vllm.handover import asks_for_handover, no_handover
-from kvshelf.vllm.metadata import NULL_BLOCK, Facts, RefusedStore, StepMetadata, StoreOp
+from kvshelf.vllm.metadata import NULL_BLOCK, RefusedStore, StepMetadata, StoreOp, WorkerFacts
 from kvshelf.vllm.scheduler.drafter import DraftScheduler
 from kvshelf.vllm.scheduler.engine import SchedulerEngine
 from kvshelf.vllm.scheduler.hits import Hits, LikelyEnds
@@ -133,7 +133,7 @@ class SchedulerStores:
             return 0
         return min(step for step, _ in self._answers.values())
 
-    def take_facts(self, rank: int, facts: Facts) -> None:
+    def take_facts(self, rank: int, facts: WorkerFacts) -> None:
         """Take a rank's room, which stores it has refused, and whether its storage takes writes."""
         if facts.writes_refused is not None:
             (self._refusing.add if facts.writes_refused else self._refusing.discard)(rank)

@@ -34,7 +34,7 @@ from kvshelf.transfer.load import Failure, Load
 from kvshelf.vllm.adapters import LoadedAdapters
 from kvshelf.vllm.groups import CacheGroups
 from kvshelf.vllm.messages import Outbox
-from kvshelf.vllm.metadata import NULL_BLOCK, Facts, LoadOp, Orders, PrefetchOp, StepMetadata
+from kvshelf.vllm.metadata import NULL_BLOCK, LoadOp, Orders, PrefetchOp, StepMetadata, WorkerFacts
 from kvshelf.vllm.namespace import manager_block_size
 from kvshelf.vllm.worker.registration import Registration
 from kvshelf.vllm.worker.slots import slots_to_load, state_to_load
@@ -74,7 +74,7 @@ class WorkerLoads:
     registration : Registration
     weights : WorkerWeights
     adapters : LoadedAdapters
-    facts : Outbox of Facts
+    facts : Outbox of WorkerFacts
         Gets what the scheduler side must learn.
     may_store : bool
         Whether the engine stores anything: no object that it finds bad is replaced otherwise.
@@ -83,7 +83,7 @@ class WorkerLoads:
     registration: Registration
     weights: WorkerWeights
     adapters: LoadedAdapters
-    facts: Outbox[Facts]
+    facts: Outbox[WorkerFacts]
     may_store: bool
     #: The open circuit breaker refused a load, and the scheduler does not know it.
     refused: bool = field(default=False, init=False)

@@ -37,7 +37,7 @@ from kvshelf.metrics import COPIERS
 from kvshelf.urls import directory_of
 from kvshelf.vllm.adapters import LoadedAdapters
 from kvshelf.vllm.messages import Inbox, Outbox
-from kvshelf.vllm.metadata import Facts, Orders, StepMetadata, WorkerMetadata
+from kvshelf.vllm.metadata import Orders, StepMetadata, WorkerFacts, WorkerMetadata
 from kvshelf.vllm.worker.loads import WorkerLoads
 from kvshelf.vllm.worker.ranks import RanksFile
 from kvshelf.vllm.worker.registration import Registration
@@ -94,7 +94,7 @@ class WorkerSide:
         self._config = config = registration.config
         self.weights = WorkerWeights(vllm_config)
         #: What the scheduler side must learn.
-        self._facts = facts = Outbox(Facts)
+        self._facts = facts = Outbox(WorkerFacts)
         self.adapters = LoadedAdapters(facts)
         parts = registration, self.weights, self.adapters, facts
         self.loads = WorkerLoads(*parts, may_store)
@@ -239,7 +239,7 @@ class WorkerSide:
         meta.heard = {self.rank: self._orders.heard}
         return meta
 
-    def _note_storage(self, facts: Facts) -> None:
+    def _note_storage(self, facts: WorkerFacts) -> None:
         """Note what stores have left on the shelf, and whether its storage answers."""
         transfers, shelf = self.registration.transfers, self._assembly.shelf()
         if transfers is None or shelf is None:

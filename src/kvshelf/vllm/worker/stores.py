@@ -33,11 +33,11 @@ from kvshelf.vllm.adapters import LoadedAdapters
 from kvshelf.vllm.messages import Outbox
 from kvshelf.vllm.metadata import (
     NULL_BLOCK,
-    Facts,
     Orders,
     RefusedStore,
     StepMetadata,
     StoreOp,
+    WorkerFacts,
 )
 from kvshelf.vllm.worker.loads import IDLE_WAIT_SECONDS
 from kvshelf.vllm.worker.registration import Registration
@@ -56,7 +56,7 @@ class WorkerStores:
     registration : Registration
     weights : WorkerWeights
     adapters : LoadedAdapters
-    facts : Outbox of Facts
+    facts : Outbox of WorkerFacts
         Gets what the scheduler side must learn.
     others_fill : bool
         Whether another connector may fill free blocks without waiting for the engine's stream.
@@ -71,7 +71,7 @@ class WorkerStores:
     registration: Registration
     weights: WorkerWeights
     adapters: LoadedAdapters
-    facts: Outbox[Facts]
+    facts: Outbox[WorkerFacts]
     others_fill: bool
     _meta: StepMetadata | None = field(default=None, init=False)
     #: vLLM may know already that the step is over.
