@@ -229,7 +229,7 @@ class StoredLayers:
                 self._untold.append((reason, already_logged))
 
     def take_disabled(self) -> list[tuple[str, bool]]:
-        """Return what :attr:`WorkerFacts.disabled` tells the scheduler; afterwards that is empty."""
+        """Return what :attr:`WorkerFacts.disabled` tells the scheduler; then it is empty."""
         for kind in self.kinds.values():
             if kind.cache.problem:
                 # The device's own code has logged its failure.
