@@ -117,7 +117,7 @@ _ROWS_SECONDS: Final = 60.0
 #: which the client waits for one answer: whatever takes longer has had answers. The client collects
 #: them in memory.
 _MORE_SECONDS: Final = 1.0
-#: The folder of what is written to learn what the store honours. Visits remove what a killed
+#: The folder of what is written to learn what the store honours. Sweeps remove what a killed
 #: process leaves there.
 _RESERVED: Final = ".kvshelf"
 _LESS_THAN_SLASH: Final = re.compile(r"[\0-.]")

@@ -1,4 +1,4 @@
-"""A evictor: when it visits, what it deletes then, and what stores may write."""
+"""An evictor: when it sweeps, what it deletes then, and what stores may write."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from kvshelf.capacity import keepers, limits
 from kvshelf.capacity.budget import least_free
 from kvshelf.capacity.evictor import Evictor
 from kvshelf.capacity.limits import DAY, FANS, HOUR
-from kvshelf.capacity.visit import KEEPERS
+from kvshelf.capacity.sweep import KEEPERS
 from kvshelf.config import CapacityConfig
 from kvshelf.errors import (
     BoundReachedError,
@@ -124,7 +124,7 @@ def test_pins_keep_what_they_name_and_do_not_lift_the_bound(
     place.put(FMT, chunks(5, seed=1), age=HOUR)
     Pins.add(place.backend, "x", Pin(keys=[chunk.key for chunk in chunks(5)]))
     evictor = place.evictor(max_bytes=4 * SIZE, max_age="1d")
-    # The first visit deletes something, and the next one shows that no more will.
+    # The first sweep deletes something, and the next one shows that no more will.
     for soon in (True, False):
         place.round(evictor)
         assert place.objects() == set(pinned)
@@ -199,10 +199,10 @@ def test_folder_that_cannot_be_listed_is_named_and_the_rest_is_bounded(
 @pytest.mark.parametrize("code", [errno.EIO, errno.EBUSY, errno.EACCES])
 @pytest.mark.parametrize("operation", ["delete", "info"])
 @pytest.mark.parametrize("bad", ["the oldest object", "a leftover"])
-def test_visit_with_a_file_that_cannot_be_deleted_deletes_the_others(
+def test_sweep_with_a_file_that_cannot_be_deleted_deletes_the_others(
     place: Place, caplog: pytest.LogCaptureFixture, bad: str, operation: str, code: int
 ) -> None:
-    """Each visit has to make room for one chunk, for which the oldest would go."""
+    """Each sweep has to make room for one chunk, for which the oldest would go."""
     [name, *_] = place.put(FMT, chunks(1), age=20 * HOUR)
     place.put(FMT, chunks(9, seed=1), age=10 * HOUR)
     if bad == "a leftover":
@@ -217,14 +217,14 @@ def test_visit_with_a_file_that_cannot_be_deleted_deletes_the_others(
     assert len(place.objects()) <= 10 * FMT.shards
     assert len(tried) == (bad != "a leftover" or operation != "info")
     assert ("could not be deleted" in caplog.text) is bool(tried)
-    assert place.count("visit_errors") == 0 and evictor.schedule.blocked_until == 0
+    assert place.count("sweep_errors") == 0 and evictor.schedule.blocked_until == 0
     time.sleep(HOUR)
     place.put(FMT, chunks(1, seed=17))
     place.round(evictor)
     assert len(tried) in (0, 2)
 
 
-def test_visit_that_fails_is_followed_by_one_of_another_slice(place: Place) -> None:
+def test_sweep_that_fails_is_followed_by_one_of_another_slice(place: Place) -> None:
     place.put(FMT, chunks(5), age=HOUR)
     evictor, first = place.evictor(max_bytes=SIZE), 7
     evictor._next = first
@@ -256,8 +256,8 @@ def test_error_of_its_own_lifts_no_bound(
     monkeypatch.setattr(evictor_module, "delete", lambda *_, **__: 1 / 0)
     evictor.schedule.ended_at = 0.0
     evictor.budget.refused, evictor.budget.credit = True, 0.0
-    assert evictor._turn() is not None and place.count("visit_errors") == 1
-    assert "a visit failed" in caplog.text and not evictor.allows(9 * SIZE)
+    assert evictor._turn() is not None and place.count("sweep_errors") == 1
+    assert "a sweep failed" in caplog.text and not evictor.allows(9 * SIZE)
 
 
 # ----------------------------------------------------------------------------- stores
@@ -268,7 +268,7 @@ def test_end_while_it_works_is_no_error(place: Place, monkeypatch: pytest.Monkey
     monkeypatch.setattr(evictor, "_look_at_space", lambda: setattr(evictor, "_end", end))
     assert evictor._turn() is not None
     assert evictor._turn() is None and end.is_set()
-    assert place.count("visit_errors") == 0
+    assert place.count("sweep_errors") == 0
 
 
 @pytest.mark.parametrize("costs", [DIRECTORY, S3], ids=["directory", "s3"])
@@ -291,7 +291,7 @@ def test_what_is_in_use_stays_where_the_rest_of_the_shelf_changes(
     assert fleet.storage.entry(used) is not None
 
 
-def test_store_that_ends_during_a_visit_makes_no_visit_vain(
+def test_store_that_ends_during_a_sweep_makes_no_sweep_vain(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     evictor = place.evictor(max_bytes=10 * SIZE)
@@ -299,13 +299,13 @@ def test_store_that_ends_during_a_visit_makes_no_visit_vain(
     evictor._turn()
     place.put(FMT, chunks(2))
     assert evictor.begin(SIZE)
-    visit = evictor._lister.visit
+    sweep = evictor._lister.sweep
 
     def end(*arguments: Any) -> Any:
         evictor.end(SIZE, written=True)
-        return visit(*arguments)
+        return sweep(*arguments)
 
-    monkeypatch.setattr(evictor._lister, "visit", end)
+    monkeypatch.setattr(evictor._lister, "sweep", end)
     place.round(evictor)
     assert evictor.schedule.folders_without_gain == 0
 
@@ -344,7 +344,7 @@ def test_evictor_of_a_tier_counts_what_it_evicts_and_nothing_of_the_shelf(place:
     assert place.counters.gauges().keys() == {"disk_tier_used_bytes"}
 
 
-def test_nothing_is_stored_before_the_first_visit_and_then_at_once(place: Place) -> None:
+def test_nothing_is_stored_before_the_first_sweep_and_then_at_once(place: Place) -> None:
     place.later.ahead = 0.0
     with closing(place.evictor(max_bytes=100 * SIZE)) as evictor:
         evictor.budget.asked = True
@@ -352,10 +352,10 @@ def test_nothing_is_stored_before_the_first_visit_and_then_at_once(place: Place)
         evictor.start()
         begun = time.monotonic()
         assert evictor.begin(SIZE)
-        assert time.monotonic() - begun < 1 and place.count("visits") == 1
+        assert time.monotonic() - begun < 1 and place.count("sweeps") == 1
 
 
-def test_write_without_room_waits_for_a_visit_and_a_step_does_not(place: Place) -> None:
+def test_write_without_room_waits_for_a_sweep_and_a_step_does_not(place: Place) -> None:
     place.put(FMT, chunks(10), age=HOUR)
     evictor = place.evictor(max_bytes=10 * SIZE)
     begun, results = time.monotonic(), []
@@ -367,7 +367,7 @@ def test_write_without_room_waits_for_a_visit_and_a_step_does_not(place: Place) 
     evictor._turn()
     thread.join(2)
     assert results == [True] and evictor.budget.begun == SIZE
-    # Where no visit comes it ends.
+    # Where no sweep comes it ends.
     assert not evictor.begin(5 * SIZE) and 5 < time.monotonic() - begun < 10
 
 
@@ -381,7 +381,7 @@ def test_write_without_room_waits_for_a_visit_and_a_step_does_not(place: Place) 
     ],
     ids=lambda state: next(iter(state)),
 )
-def test_write_for_which_no_visit_can_make_room_does_not_wait(
+def test_write_for_which_no_sweep_can_make_room_does_not_wait(
     place: Place, state: dict[str, Any]
 ) -> None:
     evictor = place.evictor(max_bytes=10 * SIZE)
@@ -766,7 +766,7 @@ def test_full_bucket_is_not_said_to_have_bytes_free(
 
 
 def test_slow_writer_stays_below_the_bound_of_a_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It writes less between two of its markers than it may between two visits."""
+    """It writes less between two of its markers than it may between two sweeps."""
     monkeypatch.setattr(simulated, "STEP", 1.0)
     fleet = Fleet(monkeypatch, S3)
     fleet.add(0.05, max_bytes=100 * MIB)
@@ -810,13 +810,13 @@ def test_tails_of_hand_overs_go_within_their_second_hour_on_s3(
     key = "ab" * 32
     fleet.storage.put(f"{NAMESPACE}/_/ab/{key}-0t5-0of1.safetensors", 9)
     fleet.run(2.5 * HOUR)
-    assert writer.counters.snapshot().get("visits", 0) == 0
+    assert writer.counters.snapshot().get("sweeps", 0) == 0
     writer.evictor.hands_over()
     fleet.run(2 * HOUR)
     assert fleet.chunks() == 0
 
 
-def test_listing_that_fails_in_its_midst_is_that_of_another_visit(
+def test_listing_that_fails_in_its_midst_is_that_of_another_sweep(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     fleet = Fleet(monkeypatch, S3)
@@ -832,13 +832,13 @@ def test_listing_that_fails_in_its_midst_is_that_of_another_visit(
     fleet.run(200)
     fleet.storage.fail = lambda operation, name: None
     fleet.run(200)
-    assert writer.counters.snapshot().get("visit_errors", 0) == 0
+    assert writer.counters.snapshot().get("sweep_errors", 0) == 0
     assert fleet.dropped <= 0.05 * fleet.offered
 
 
 @pytest.fixture(autouse=True)
 def _no_seconds_of_a_processor(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What a visit costs here is no time of this machine's."""
+    """What a sweep costs here is no time of this machine's."""
     if not isinstance(evictor_module.time, type(os)):
         yield
         return

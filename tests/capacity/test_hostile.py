@@ -25,7 +25,7 @@ from kvshelf.backends.oserrors import storage_error
 from kvshelf.capacity import keepers
 from kvshelf.capacity.evictor import Evictor
 from kvshelf.capacity.limits import FANS
-from kvshelf.capacity.visit import KEEPERS
+from kvshelf.capacity.sweep import KEEPERS
 from kvshelf.cli.app import app
 from kvshelf.config import CapacityConfig
 from kvshelf.errors import StorageError
@@ -240,8 +240,8 @@ class OneBadCall(FaultyStorage):
         yield from super().list(prefix, **options)
 
 
-def visit_copy(place: Place, number: int, fault: int | str, odd: str = "") -> OneBadCall:
-    """Visit a copy of a shelf, and again a while later; return the storage with its calls."""
+def sweep_copy(place: Place, number: int, fault: int | str, odd: str = "") -> OneBadCall:
+    """Sweep a copy of a shelf, and again a while later; return the storage with its calls."""
     root = place.root.parent / "copy"
     shutil.rmtree(root, ignore_errors=True)
     shutil.copytree(place.root, root)
@@ -268,7 +268,7 @@ def visit_copy(place: Place, number: int, fault: int | str, odd: str = "") -> On
         *(pytest.param(one, marks=pytest.mark.slow) for one in (errno.EIO, errno.EACCES)),
     ],
 )
-def test_visit_with_one_bad_call_deletes_all_but_what_the_call_is_for(
+def test_sweep_with_one_bad_call_deletes_all_but_what_the_call_is_for(
     tmp_path: Path, fault: int | str
 ) -> None:
     place = Place(tmp_path / "shelf")
@@ -285,12 +285,12 @@ def test_visit_with_one_bad_call_deletes_all_but_what_the_call_is_for(
         names = [str(path.relative_to(tmp_path / "copy")) for path in paths]
         return {name for name in names if not name.startswith(KEEPERS)}
 
-    calls = visit_copy(place, 0, "").calls
+    calls = sweep_copy(place, 0, "").calls
     expected = left()
     assert sum(name.endswith(".safetensors") for name in expected) == FMT.shards
     assert not any(name.endswith((".tmp", "a" * 32, "/b")) for name in expected)
     for number, (_, odd) in enumerate(calls, 1):
-        operation, bad = visit_copy(place, number, fault, odd).bad
+        operation, bad = sweep_copy(place, number, fault, odd).bad
         bad = "none" if fault == "odd name" else bad
         # A listing fails for its folder, a look or a deletion for a chunk.
         folder = bad.rpartition("/")[0] if operation == "entries" else bad

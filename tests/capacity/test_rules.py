@@ -15,7 +15,7 @@ from kvshelf.capacity.budget import StoreBudget, least_free
 from kvshelf.capacity.limits import FANS, HOUR
 from kvshelf.capacity.order import EvictionOrder, score_to_free
 from kvshelf.capacity.schedule import Schedule
-from kvshelf.capacity.visit import Unit
+from kvshelf.capacity.sweep import Unit
 from kvshelf.format.kinds import FULL
 
 BOUND, TOTAL = 1000, 100_000

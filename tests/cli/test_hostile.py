@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import Result
 
-from kvshelf.capacity.visit import KEEPERS
+from kvshelf.capacity.sweep import KEEPERS
 from kvshelf.cli.codes import EXIT_CODES, PROBLEM, UNEXPECTED, UNREACHABLE, USAGE
 from kvshelf.format.namespace import Namespace
 from tests.support.commands import run

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from kvshelf.backends.posix import PosixBackend
-from kvshelf.capacity.visit import KEEPERS
+from kvshelf.capacity.sweep import KEEPERS
 from kvshelf.cli.ls import By
 from kvshelf.shelf.pins import Pin, Pins
 from kvshelf.shelf.shelf import open_shelf
@@ -158,14 +158,14 @@ def kept(empty: Place) -> Place:
 def test_keepers_and_each_pin_are_a_line(kept: Place) -> None:
     before = kept.names()
     *_, bounds, past, system = kept.run("ls").stdout.splitlines()
-    assert bounds.startswith("2 keepers in the last 10 minutes, the last visit ")
+    assert bounds.startswith("2 keepers in the last 10 minutes, the last sweep ")
     assert bounds.endswith(" ago; max_bytes 3.0 GiB; max_age 2 h")
     assert past.startswith("pin past: all namespaces/_, all chunks, until 2020-09-13")
     assert past.endswith("(expired)")
     assert system.startswith(f"pin system: {FOLDER}/*, all chunks, until ")
     [row] = kept.rows("ls")
     assert (row["keepers"], row["bounds"]) == (2, {"max_bytes": 3 * GIB, "max_age": 7200.0})
-    assert abs(time.time() - row["last_visit"]) < 3600
+    assert abs(time.time() - row["last_sweep"]) < 3600
     assert [(pin["pin"], pin["expired"]) for pin in row["pins"]] == [
         ("past", True),
         ("system", False),

@@ -76,15 +76,15 @@ def _run(
     fsync: bool = False,
 ) -> None:
     steps = _Steps(last, half, no_links)
-    # A visit looks at 256 folders: it dies before each of its changes.
-    for name in _CHANGES if job == "visit" else _WATCHED:
+    # A sweep looks at 256 folders: it dies before each of its changes.
+    for name in _CHANGES if job == "sweep" else _WATCHED:
         steps.count(os, name)
     steps.count(posix, "rename_noreplace")
-    if job != "visit":
+    if job != "sweep":
         steps.count(posix_folders, "openat2")
     fmt = make_format()
     with open_shelf(root, storage_options={"fsync": fsync}) as shelf:
-        if job == "visit":
+        if job == "sweep":
             Evictor(shelf.backend, CapacityConfig(max_bytes=1), Counters()).sweep()
             return
         for chunk in make_chunks(fmt, 2):

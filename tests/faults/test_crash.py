@@ -151,7 +151,7 @@ def test_writer_killed_at_every_step_of_a_repair(run: Kill, tmp_path: Path) -> N
     assert last > 40
 
 
-def test_keeper_killed_at_every_step_of_a_visit(run: Kill, tmp_path: Path) -> None:
+def test_keeper_killed_at_every_step_of_a_sweep(run: Kill, tmp_path: Path) -> None:
     good = tmp_path / "good"
     with open_shelf(good) as shelf:
         store_all(shelf)
@@ -159,12 +159,12 @@ def test_keeper_killed_at_every_step_of_a_visit(run: Kill, tmp_path: Path) -> No
     for last in itertools.count():
         root = tmp_path / str(last)
         shutil.copytree(good, root)
-        (code,) = run({"root": str(root), "job": "visit", "last": last})
+        (code,) = run({"root": str(root), "job": "sweep", "last": last})
         with open_shelf(root) as shelf:
             deleted.add(len(ITEMS) - sum(1 for _ in shelf.objects()))
         check(root)
         # What is left of it lifts no bound.
-        assert run({"root": str(root), "job": "visit", "last": NEVER}) == [0]
+        assert run({"root": str(root), "job": "sweep", "last": NEVER}) == [0]
         with open_shelf(root) as shelf:
             assert list(shelf.objects()) == []
         shutil.rmtree(root)

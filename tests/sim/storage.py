@@ -35,7 +35,7 @@ from kvshelf.backends.base import (
 )
 from kvshelf.backends.posix import PosixBackend
 from kvshelf.backends.wrappers import WrappedBackend
-from kvshelf.capacity.visit import KEEPERS
+from kvshelf.capacity.sweep import KEEPERS
 from kvshelf.errors import StorageError, TransientStorageError
 
 #: Properties of a storage whose probes are dear, so that its answers are remembered.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvshelf.backends import Backend
 from kvshelf.capacity import keepers
 from kvshelf.capacity.keepers import time_for_ages
-from kvshelf.capacity.visit import KEEPERS, Lister, Reason, Rules, delete, is_old
+from kvshelf.capacity.sweep import KEEPERS, Lister, Reason, Rules, delete, is_old
 
 
 def clean(backend: Backend, later: float = 0.0) -> int:

@@ -1,4 +1,4 @@
-"""Fleets of keepers on one shelf in memory, in simulated time: who writes, visits and deletes when.
+"""Fleets of keepers on one shelf in memory, in simulated time: who writes, sweeps and deletes when.
 
 Nothing runs at the same time as another thing: after each step of the clock writers store, and the
 keepers whose time has come do what is due. What that costs is added to the clock of the keeper.

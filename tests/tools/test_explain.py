@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from typer.testing import Result
 
-from kvshelf.capacity.visit import KEEPERS
+from kvshelf.capacity.sweep import KEEPERS
 from kvshelf.format.keys import Chunk, KeyChain, salt_group_of
 from kvshelf.format.kinds import FULL, STATE, WINDOW, Kind
 from kvshelf.format.namespace import Namespace

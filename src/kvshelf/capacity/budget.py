@@ -92,7 +92,7 @@ class StoreBudget:
         #: Why stores are dropped: the subject of the log line, and its text.
         self.refusal = ("", "")
         if max_bytes is not None:
-            text = "a store is dropped: the first visit has not ended; loads continue"
+            text = "a store is dropped: the first sweep has not ended; loads continue"
             self.refusal = "max_bytes", text
 
     # ------------------------------------------------------------- stores
@@ -191,7 +191,7 @@ class StoreBudget:
             self.refusal = (
                 "max_bytes",
                 f"store dropped: the shelf holds about {used:.0f} bytes of max_bytes {bound}, and"
-                " this process has used up what it may write until its next visit; loads continue",
+                " this process has used up what it may write until its next sweep; loads continue",
             )
 
     def turn_left(self, now: float) -> float:

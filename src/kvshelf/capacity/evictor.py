@@ -2,7 +2,7 @@
 
 Every process that stores to a shelf has an :class:`Evictor`, and each pays for what it stores: it
 may write a part of what is left below ``max_bytes`` (:mod:`kvshelf.capacity.budget`), and then
-*sweeps* the next slice of the shelf: lists it, and deletes from it (:mod:`kvshelf.capacity.visit`,
+*sweeps* the next slice of the shelf: lists it, and deletes from it (:mod:`kvshelf.capacity.sweep`,
 :mod:`kvshelf.capacity.order`). :mod:`kvshelf.capacity.schedule` says when a sweep is due. Nothing
 that a sweep lists is kept but a few numbers: how many bytes each group has, and at which age chunks
 are deleted. A write without credit waits for the next sweep.
@@ -42,8 +42,7 @@ from kvshelf.capacity.limits import FANS, HOUR
 from kvshelf.capacity.order import EvictionOrder, aged, same_age, score
 from kvshelf.capacity.parallel import PatientBackend
 from kvshelf.capacity.schedule import Schedule
-from kvshelf.capacity.uses import resolution
-from kvshelf.capacity.visit import (
+from kvshelf.capacity.sweep import (
     KEEPERS,
     REASONS_OF_UNITS,
     Lister,
@@ -56,6 +55,7 @@ from kvshelf.capacity.visit import (
     is_old,
     reason_to_delete,
 )
+from kvshelf.capacity.uses import resolution
 from kvshelf.config import CapacityConfig
 from kvshelf.errors import NoSpaceStorageError, StorageError, printable
 from kvshelf.logs import RateLimitedLog
@@ -75,7 +75,7 @@ class Evictor:
         Of the shelf. Its writes ask the evictor from :meth:`start` on.
     capacity : CapacityConfig
     counters : Counters
-        Gets ``visits``, ``visit_seconds``, ``visit_errors``, ``shelf_evicted_objects``,
+        Gets ``sweeps``, ``sweep_seconds``, ``sweep_errors``, ``shelf_evicted_objects``,
         ``shelf_evicted_bytes``, ``leftovers_deleted``, and the gauges ``shelf_used_bytes``,
         ``shelf_limit_bytes``, ``storage_free_bytes``, ``unlisted_folders`` and
         ``clock_difference_seconds``.
@@ -234,17 +234,17 @@ class Evictor:
             passes = isinstance(error, StorageError) and error.retryable
             pause = limits.TROUBLE_SECONDS if passes else limits.REFUSED_SECONDS
             if passes:
-                logger.debug("%s: a visit failed: %s", self._guard.url, error)
+                logger.debug("%s: a sweep failed: %s", self._guard.url, error)
             elif not isinstance(error, StorageError):
-                self._log.error("%s: a visit failed", self._guard.url, exc_info=error)
+                self._log.error("%s: a sweep failed", self._guard.url, exc_info=error)
             else:
                 self._warn(
                     "refused",
-                    f"a visit failed ({error}): this process does not keep the bounds, and tries"
+                    f"a sweep failed ({error}): this process does not keep the bounds, and tries"
                     " again in an hour. Where listing or deleting is not allowed, allow it, or run"
                     " `kvshelf gc` as a user who may",
                 )
-        self._counters.add("visit_errors")
+        self._counters.add("sweep_errors")
         self.schedule.blocked_until = time.monotonic() + pause
         return self._seconds_to_look()
 
@@ -343,8 +343,8 @@ class Evictor:
         finally:
             cost = time.thread_time() + self._storage.cpu_seconds - worked
             self.schedule.ended(begun_at, time.monotonic(), cost)
-            self._counters.add("visit_seconds", cost)
-        self._counters.add("visits")
+            self._counters.add("sweep_seconds", cost)
+        self._counters.add("sweeps")
 
     def _sweep_next(self) -> None:
         budget, schedule, now = self.budget, self.schedule, self._storage_time()
@@ -356,7 +356,7 @@ class Evictor:
         first = self._next
         # What fails is not met again at once.
         self._next = (first + schedule.width) % FANS
-        part, listed = self._lister.visit(first, schedule.width, limits.SLICE, now)
+        part, listed = self._lister.sweep(first, schedule.width, limits.SLICE, now)
         self._next = (first + listed) % FANS
         if self._stops():
             return

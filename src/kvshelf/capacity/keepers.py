@@ -30,7 +30,7 @@ from typing import Any, Final
 
 from kvshelf.backends import Backend, ObjectInfo
 from kvshelf.capacity import limits
-from kvshelf.capacity.visit import KEEPERS
+from kvshelf.capacity.sweep import KEEPERS
 from kvshelf.errors import StorageError
 from kvshelf.logs import RateLimitedLog
 from kvshelf.shelf.leftovers import read_small

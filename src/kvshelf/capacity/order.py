@@ -14,7 +14,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 
 from kvshelf.capacity import limits
-from kvshelf.capacity.visit import Cuts, Unit
+from kvshelf.capacity.sweep import Cuts, Unit
 
 
 def aged(unit: Unit, now: float) -> float:
@@ -38,7 +38,7 @@ def score(age: float, place: float, same: float) -> float:
     age : float
         By how much it has :func:`aged`.
     place : float
-        See :attr:`~kvshelf.capacity.visit.Unit.place`.
+        See :attr:`~kvshelf.capacity.sweep.Unit.place`.
     same : float
         Seconds within which ages count as equal, and the place in the prompt decides. Of equal
         places the older goes first, so that few units have the same score.

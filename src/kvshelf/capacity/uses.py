@@ -38,7 +38,7 @@ from kvshelf.backends.guard import GuardedBackend
 from kvshelf.background import Background
 from kvshelf.capacity import keepers, limits
 from kvshelf.capacity.parallel import PatientBackend
-from kvshelf.capacity.visit import KEEPERS
+from kvshelf.capacity.sweep import KEEPERS
 from kvshelf.errors import StorageError
 from kvshelf.format.keys import Chunk
 from kvshelf.format.names import parse_path

@@ -1,7 +1,7 @@
 """What ``kvshelf gc`` and ``kvshelf rm`` do with their plans: show them, and carry them out.
 
 Owns the table and the JSON. :mod:`kvshelf.tools.plans` makes plans, and
-:mod:`kvshelf.capacity.visit` deletes, as for engines.
+:mod:`kvshelf.capacity.sweep` deletes, as for engines.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import time
 from dataclasses import asdict
 from typing import Any, Final
 
-from kvshelf.capacity.visit import REASONS_OF_UNITS, Outcome, Reason, Total
-from kvshelf.capacity.visit import delete as delete_picked
+from kvshelf.capacity.sweep import REASONS_OF_UNITS, Outcome, Reason, Total
+from kvshelf.capacity.sweep import delete as delete_picked
 from kvshelf.cli.codes import write_out
 from kvshelf.cli.common import columns, message, summary, tell_skipped, time_text, told
 from kvshelf.cli.progress import Display

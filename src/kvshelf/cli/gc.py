@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from kvshelf.capacity.visit import Rules
+from kvshelf.capacity.sweep import Rules
 from kvshelf.cli.common import JsonOption, YesOption, option
 from kvshelf.cli.deletion import delete
 from kvshelf.cli.shelves import ShelfArgument, open_found

@@ -15,7 +15,7 @@ import typer
 
 from kvshelf.capacity import keepers
 from kvshelf.capacity.limits import ALIVE_SECONDS
-from kvshelf.capacity.visit import KEEPERS
+from kvshelf.capacity.sweep import KEEPERS
 from kvshelf.cli.codes import PROBLEM, write_out
 from kvshelf.cli.common import (
     JsonOption,
@@ -37,10 +37,10 @@ from kvshelf.tools.usage import Row, Usage, measure
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What the keepers of a shelf say: how many they are, the latest visit, and the bounds."""
+    """What the keepers of a shelf say: how many they are, the latest sweep, and the bounds."""
 
     keepers: int
-    last_visit: float | None
+    last_sweep: float | None
     bounds: dict[str, float]
 
 
@@ -170,15 +170,15 @@ def _closing(url: str, usage: Usage, kept: Kept, pins: Pins) -> str:
         free, total = size_text(usage.space.free), size_text(usage.space.total)
         parts.append(f"{free} of {total} free on the storage")
     lines, now = ["; ".join(parts)], time.time()
-    if kept.last_visit is not None:
+    if kept.last_sweep is not None:
         bounds = [
             f"{name} {age_text(value) if name == 'max_age' else size_text(int(value))}"
             for name, value in kept.bounds.items()
         ]
-        idle = age_text(max(0.0, now - kept.last_visit))
-        alive = f"{ALIVE_SECONDS / 60:.0f} minutes, the last visit {idle} ago"
-        visited = f"{number(kept.keepers, 'keeper')} in the last {alive}"
-        lines.append("; ".join([visited, *bounds]))
+        idle = age_text(max(0.0, now - kept.last_sweep))
+        alive = f"{ALIVE_SECONDS / 60:.0f} minutes, the last sweep {idle} ago"
+        swept = f"{number(kept.keepers, 'keeper')} in the last {alive}"
+        lines.append("; ".join([swept, *bounds]))
     for name, pin in pins.all.items():
         keys = ", all chunks" if pin.keys is None else f", {number(len(pin.keys), 'chunk')}"
         where = f"{pin.namespace or 'all namespaces'}/{pin.group or '*'}"

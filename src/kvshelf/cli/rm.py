@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from kvshelf.capacity.visit import Choice, Rules
+from kvshelf.capacity.sweep import Choice, Rules
 from kvshelf.cli.common import JsonOption, YesOption, option
 from kvshelf.cli.deletion import delete
 from kvshelf.cli.prompts import GroupOption, ModelOption, PromptsOption, check_group, token_prompts

@@ -45,16 +45,16 @@ from kvshelf.server.service import COUNTERS, GAUGES
 
 #: Prefix of all names.
 PREFIX: Final = "kvshelf_server_"
-#: What the shelf, its storage threads, visits and the disk tier count in a server.
+#: What the shelf, its storage threads, sweeps and the disk tier count in a server.
 OF_THE_SHELF: Final = (
     "late_calls",
     "stuck_threads",
     "breaker_opens",
     "breaker_closes",
     "touched_objects",
-    "visits",
-    "visit_errors",
-    "visit_seconds",
+    "sweeps",
+    "sweep_errors",
+    "sweep_seconds",
     "shelf_evicted_objects",
     "shelf_evicted_bytes",
     *(name for name in SHELF_COUNTERS if name.startswith("disk_tier_")),

@@ -7,7 +7,7 @@ Contracts
 ---------
 * A pin protects chunks from deletions that bound a shelf. It does not lift a bound: chunks that are
   pinned count against ``max_bytes`` like all others.
-* A damaged or expired pin pins nothing, and does not stop a visit. One that may not be read, or
+* A damaged or expired pin pins nothing, and does not stop a sweep. One that may not be read, or
   that a later version wrote, pins all of the namespace and group that can be read in it, or else of
   the shelf. A storage that does not answer is an error: without the pins nothing may be deleted.
 * What is read is bounded: 1 MiB for each pin, 4096 pins, 64 MiB for all. More of them pin the whole

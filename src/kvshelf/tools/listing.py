@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterator
 
 from kvshelf.backends import Backend
 from kvshelf.backends.base import delete_one, temporary_name
-from kvshelf.capacity.visit import Lister, Part
+from kvshelf.capacity.sweep import Lister, Part
 from kvshelf.errors import NoSpaceStorageError, StorageError, UnavailableStorageError
 from kvshelf.shelf.leftovers import RESERVED
 

@@ -1,7 +1,7 @@
 """What ``kvshelf gc`` and ``kvshelf rm`` delete: the plan of a shelf, or of a part of it.
 
 Owns where the files of a plan are looked for, the scores from which on bounds delete chunks, and
-the counts. The rules are those of engines (:mod:`kvshelf.capacity.visit`).
+the counts. The rules are those of engines (:mod:`kvshelf.capacity.sweep`).
 
 A plan holds numbers and no names: a shelf is listed once to make it (:func:`make`), and once
 more to carry it out (:func:`pick`). Both decide alike by the same time, so what is not used in
@@ -29,7 +29,7 @@ from kvshelf.capacity.keepers import NEVER_OLD, time_for_ages
 from kvshelf.capacity.limits import HOUR, LOW
 from kvshelf.capacity.order import aged, same_age, score
 from kvshelf.capacity.parallel import in_parallel, threads_for_calls
-from kvshelf.capacity.visit import (
+from kvshelf.capacity.sweep import (
     REASONS_OF_UNITS,
     Leftover,
     Part,
@@ -80,7 +80,7 @@ class Plan:
     same : float
         See :func:`kvshelf.capacity.order.score`.
     cuts : dict of str and float
-        Scores from which on bounds delete, see :data:`kvshelf.capacity.visit.Cuts`.
+        Scores from which on bounds delete, see :data:`kvshelf.capacity.sweep.Cuts`.
     """
 
     rules: Rules

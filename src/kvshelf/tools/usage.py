@@ -19,7 +19,7 @@ from typing import Final
 
 from kvshelf.backends import Backend, Space
 from kvshelf.capacity.limits import DAY, HOUR
-from kvshelf.capacity.visit import Total, Unit
+from kvshelf.capacity.sweep import Total, Unit
 from kvshelf.errors import StorageError
 from kvshelf.tools.listing import list_parts
 

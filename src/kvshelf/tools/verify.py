@@ -43,7 +43,7 @@ from typing import Any, NamedTuple
 from kvshelf.backends import Backend, Reader
 from kvshelf.capacity.keepers import time_for_ages
 from kvshelf.capacity.parallel import threads_for
-from kvshelf.capacity.visit import Leftover, Part, Rules, delete, is_old
+from kvshelf.capacity.sweep import Leftover, Part, Rules, delete, is_old
 from kvshelf.errors import (
     BadObjectError,
     ConfigError,

@@ -9,7 +9,7 @@ high latency it does not probe: a lookup has just seen the chunk missing, and th
 a write has found an object, stores probe for a minute.
 
 The rules are those of the write (:class:`~kvshelf.backends.guard.GuardedBackend`): it creates an
-object at most once, and none beyond the bound of the shelf, and waits some seconds for a visit that
+object at most once, and none beyond the bound of the shelf, and waits some seconds for a sweep that
 makes room. What is asked before only saves work:
 the probe hashes and writes of what exists; the bound, before a chunk is gathered, memory for what
 cannot be stored, and, before its first object is written, objects without the rest of their chunk.

@@ -1,4 +1,4 @@
-"""What a visit sees of a shelf, what goes first, and what is looked at before it is deleted."""
+"""What a sweep sees of a shelf, what goes first, and what is looked at before it is deleted."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from kvshelf.capacity import limits
 from kvshelf.capacity.keepers import NEVER_OLD, time_for_ages
 from kvshelf.capacity.limits import DAY, FANS, HOUR
 from kvshelf.capacity.order import EvictionOrder, aged, score
-from kvshelf.capacity.visit import (
+from kvshelf.capacity.sweep import (
     Choice,
     Leftover,
     Lister,
@@ -184,7 +184,7 @@ def test_slices_of_a_round_are_the_whole_shelf(seed: int, at_once: int) -> None:
         listed = 0
         part = Part()
         while listed < FANS:
-            found, width = lister.visit((place + listed) % FANS, 8, 200, NOW)
+            found, width = lister.sweep((place + listed) % FANS, 8, 200, NOW)
             assert width <= FANS, "something is listed twice"
             listed += width
             part.join(found)
@@ -203,9 +203,9 @@ def test_small_namespace_is_asked_for_in_its_own_slice_only() -> None:
     for number in range(300):
         storage.put(f"m-{number:016x}/_/aa/{'aa' * 32}-0-0of1.safetensors", 1)
     lister = Lister(storage)
-    lister.visit(0, FANS, 1, NOW)
+    lister.sweep(0, FANS, 1, NOW)
     storage.lists = 0
-    part, width = lister.visit(10, 1, 1, NOW)
+    part, width = lister.sweep(10, 1, 1, NOW)
     assert storage.lists < 40 * width
     mine = {f"m-{number:016x}" for number in range(300)}
     mine = {name for name in mine if 10 <= fan_of(name) < 10 + width}
@@ -217,11 +217,11 @@ def test_shelf_whose_namespaces_cannot_be_listed_is_no_error_unless_it_is_its_ro
     filled(1, storage)
     down = TransientStorageError(errno.EIO, "down", "x")
     storage.fail = lambda operation, name: down if name else None
-    part, _ = Lister(storage).visit(0, FANS, 10, NOW)
+    part, _ = Lister(storage).sweep(0, FANS, 10, NOW)
     assert {*storage.folders()} < part.skipped.keys() and not part.seen
     storage.fail = lambda operation, name: down
     with pytest.raises(TransientStorageError):
-        Lister(storage).visit(0, FANS, 10, NOW)
+        Lister(storage).sweep(0, FANS, 10, NOW)
 
 
 @pytest.mark.parametrize("at_once", [1, 1000], ids=["folders", "ranges"])
@@ -239,14 +239,14 @@ def test_group_whose_listing_fails_on_the_way_counts_for_nothing(at_once: int) -
             raise down
 
     storage.list = cut  # type: ignore[method-assign]
-    part, listed = Lister(storage).visit(0, 10, 1000, NOW)
+    part, listed = Lister(storage).sweep(0, 10, 1000, NOW)
     share = part.seen.get(f"{SPACE}/_", (0.0, 0))[0]
     assert listed == FANS and part.skipped
     # Of folders none is listed, of ranges the first.
     assert len(part.units) == share * FANS == (10 if at_once > 1 else 0)
 
 
-def test_cut_after_a_visit_of_the_whole_shelf_is_the_score_that_frees_enough() -> None:
+def test_cut_after_a_sweep_of_the_whole_shelf_is_the_score_that_frees_enough() -> None:
     # Of these two numbers `a + (b - a)` is more than b.
     order = EvictionOrder(None, None)
     order._learned[""] = 1.672
@@ -255,7 +255,7 @@ def test_cut_after_a_visit_of_the_whole_shelf_is_the_score_that_frees_enough() -
 
 
 @pytest.mark.parametrize("at_once", [1, 1000], ids=["directory", "s3"])
-def test_folder_with_very_many_units_is_sampled_by_visits_and_whole_for_commands(
+def test_folder_with_very_many_units_is_sampled_by_sweeps_and_whole_for_commands(
     monkeypatch: pytest.MonkeyPatch, at_once: int
 ) -> None:
     monkeypatch.setattr(limits, "MOST_UNITS", 2000)
@@ -268,7 +268,7 @@ def test_folder_with_very_many_units_is_sampled_by_visits_and_whole_for_commands
     lister, seen, leftovers, rests = Lister(storage, samples=True), 0.0, set(), []
     lister._pace = lambda: rests.append(None)
     for _ in range(40):
-        part, _ = lister.visit(0xAB, 1, 1, NOW)
+        part, _ = lister.sweep(0xAB, 1, 1, NOW)
         assert len(part.units) <= 2 * 5000 / 8
         seen += len(part.units) / part.seen[f"{SPACE}/_"][0] / FANS / 40
         leftovers |= {leftover.name for leftover in part.leftovers}
@@ -283,7 +283,7 @@ def test_folder_whose_keys_are_no_hashes_is_looked_at_in_pieces() -> None:
         storage.put(f"{SPACE}/_/ab/{'ab' * 32}-{index}-0of1.safetensors", 100)
     lister = Lister(storage, samples=True)
     for expected in (8193, 807, 0):
-        part, _ = lister.visit(0xAB, 1, 1, NOW)
+        part, _ = lister.sweep(0xAB, 1, 1, NOW)
         assert len(part.units) == expected
         storage.delete([name for unit in part.units for name in unit.names])
 

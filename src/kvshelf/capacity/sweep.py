@@ -410,7 +410,7 @@ class Lister:
         self._has_folders = backend.properties.deletes_at_once == 1
         self.groups: dict[str, dict[str, float]] = {}
 
-    def visit(self, first: int, width: int, chunks: int, now: float) -> tuple[Part, int]:
+    def sweep(self, first: int, width: int, chunks: int, now: float) -> tuple[Part, int]:
         """Return what lies in the next slice of the shelf, and how many fan-out folders it has.
 
         Parameters
