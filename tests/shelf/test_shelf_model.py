@@ -112,7 +112,7 @@ class ShelfModel(RuleBasedStateMachine):
         if kind == "folder with old files":
             # Younger files of wrong size may still be copied, and are not moved.
             self.patch.setattr(repairs_module, "COPY_SECONDS", -1.0)
-        self.patch.setattr(repairs_module, "budget", repairs_module.Budget())
+        self.patch.setattr(repairs_module, "budget", repairs_module.RepairBudget())
         self.folder = tempfile.TemporaryDirectory()
         folder = str(Path(self.folder.name, "shelf"))
         url = f"memory://model-{next(_numbers)}" if kind == "memory" else folder
