@@ -421,6 +421,14 @@ def test_chunk_that_is_refused_after_a_reset_is_dropped(side: LoneScheduler) -> 
     assert side.side.finished("r", ([],)) == (False, no_handover())
 
 
+def test_chunk_that_is_refused_before_a_reset_is_promised_no_more(side: LoneScheduler) -> None:
+    request, _ = compute(side, "r", 1, kv_transfer_params=ASKED)
+    refuse(side, request, side.chunks(request.prompt_token_ids)[3])
+    side.reset()
+    _, params = side.side.finished("r", ([],))
+    assert params is not None and params["kvshelf_tokens"] == 3 * CHUNK
+
+
 def test_chunk_that_is_refused_after_a_preemption_is_no_hit(side: LoneScheduler) -> None:
     request, _ = compute(side, "r", 1)
     request.num_preemptions, request.num_computed_tokens = 1, 0

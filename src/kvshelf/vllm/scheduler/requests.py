@@ -27,7 +27,7 @@ from typing import Any, Final, Literal, TypeAlias
 
 from kvshelf.config import Config
 from kvshelf.format.keys import Chunk
-from kvshelf.format.kinds import KINDS, Kind
+from kvshelf.format.kinds import FULL, KINDS, Kind
 from kvshelf.format.namespace import Namespace
 from kvshelf.metrics import Counters
 from kvshelf.shelf.lookup import Lookup
@@ -180,6 +180,13 @@ class Promise:
         else:
             self._chunks[chunk.index] = chunk
             self._kinds[kind].add(chunk.index)
+
+    def discard(self, chunk: Chunk) -> None:
+        """Promise a full chunk or a tail no longer, because a worker has refused its store."""
+        if chunk.tail:
+            self.tail = None
+        else:
+            self._kinds[FULL].discard(chunk.index)
 
     def handover(self, groups: CacheGroups, prompt: int, chunk_size: int) -> Handover | None:
         """Return what may be promised; None if nothing may.

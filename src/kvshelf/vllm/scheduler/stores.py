@@ -158,6 +158,9 @@ class SchedulerStores:
                 state.promise = None
             return
         plan, lookup = state.stores, state.lookup
+        if state.promise is not None:
+            # It is promised again when it is handed out again.
+            state.promise.discard(chunk)
         if chunk.tail:
             plan.has_tail, plan.next_boundary = False, (0, 0)
             return
