@@ -5,9 +5,9 @@ the requests that have ended and keep their blocks. :class:`~kvshelf.vllm.schedu
 knows which windows and states are worth their bytes.
 
 A full chunk keeps its KV for as long as its request has the blocks. So the scheduler hands it out
-when all workers that have said so have room for it: in the step that completes it, or in a later
-step of the request. The chunks that wait are the request's *backlog*. Windows, states and the
-drafter's KV do not wait: the next step may overwrite them.
+when every worker that has reported its room has some left: in the step that completes the chunk, or
+in a later step of the request. The chunks that wait are the request's *backlog*. Windows, states
+and the drafter's KV do not wait: the next step may overwrite them.
 
 A worker answers each step that brings stores with its room after that step
 (:attr:`~kvshelf.vllm.metadata.WorkerFacts.room`). What was handed out since then is subtracted.
@@ -16,26 +16,28 @@ the scheduler plans it again.
 
 Contracts
 ---------
-* The scheduler hands out all full chunks that a step completes and that the lookup did not find.
-  Requests with a backlog come first, and of these the ones that hand over, then the oldest.
+* The scheduler hands out the full chunks that a step completes and that the lookup did not find, as
+  far as there is room. Requests that have ended come first, then those with a backlog; of these the
+  ones that hand over, then the oldest.
 * Only tokens that can no longer change are stored: those of the prompt and those that vLLM has
   accepted, never drafts or samples in flight.
 * A request stores in steps that it is part of, since vLLM then keeps its blocks until it has the
-  step's output. A request that hands over keeps its blocks behind its end until its backlog is
+  step's output. A request that hands over keeps its blocks after its end until its backlog is
   stored, and for at most ``handover_wait_s``. If chunks still wait then, its promise is broken: the
   workers write a marker for the consumer.
   The backlog of another request is dropped with its end.
 * Windows are stored in the step that completes the chunk. vLLM frees their blocks soon after:
   windows of which it has freed a block are not stored.
-* Of a request that hands over the tail is stored, from the step on that completes the prompt.
+* The tail is what a prompt has behind its last full chunk. Only requests that hand over store it,
+  in the step that completes the prompt or a later one.
 * Of a request that hands over, the chunks seen on the shelf, handed out or in its backlog are
   promised (:class:`~kvshelf.vllm.scheduler.requests.Promise`). While a worker's storage takes no
   writes, nothing is promised: a consumer's lookup finds what is on the shelf. A request of which
   nothing can be promised says so, and its consumer does not wait.
 * While weights are compared, the scheduler drops the backlogs of requests that have ended. When the
   cache is reset, it drops all backlogs.
-* A drafter's KV is stored beside the model's (:mod:`kvshelf.vllm.scheduler.drafter`), but not that
-  of chunks that wait behind the end of their request.
+* A drafter's KV is stored beside the model's (:mod:`kvshelf.vllm.scheduler.drafter`), but not for
+  chunks that wait after the end of their request.
 * Runs on the engine's step thread.
 """
 
@@ -166,7 +168,7 @@ class SchedulerStores:
             return
         plan.next_full = min(plan.next_full, chunk.index)
         if lookup is not None:
-            # A preempted request counts what it has stored as seen.
+            # After a preemption the lookup also counts what the request itself has stored.
             lookup.full_chunks = min(lookup.full_chunks, chunk.index)
             if not self._groups.mixed:
                 lookup.hit_chunks = min(lookup.hit_chunks, chunk.index)
@@ -196,7 +198,7 @@ class SchedulerStores:
             meta.waits_for_room = bool(self.ended or self._behind)
 
     def _turn(self, request_id: str, backlog_ages: Mapping[str, int]) -> tuple[bool, bool, int]:
-        """Return by what requests are ordered: backlogs first, and of these promised ones."""
+        """Return the sort key of a request: backlogs first, and of these the promised ones."""
         state, age = self._requests.get(request_id), backlog_ages.get(request_id)
         return age is None, state is None or state.promise is None, age or 0
 
@@ -457,7 +459,7 @@ class SchedulerStores:
     def _promise_backlog(
         self, state: RequestState, tables: Sequence[Sequence[int]]
     ) -> _Source | None:
-        """Promise what waits for room of a prompt that has ended; return where it lies."""
+        """Promise the backlog of a prompt that has ended; return the request with its blocks."""
         source = self._with_keys(state)
         if source is None:
             return None
@@ -504,7 +506,7 @@ class SchedulerStores:
             self._engine.counters.add("dropped_chunks_staging_full", chunks)
 
     def lose(self, request_ids: Iterable[str]) -> None:
-        """Break the promises of requests of which it is unknown what they store, and of all ended.
+        """Break the promises of requests whose stores are unknown, and of all that have ended.
 
         Parameters
         ----------
