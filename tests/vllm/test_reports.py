@@ -27,7 +27,7 @@ MODELS = {
     "blocks of 32": model_groups(("full", 32)),
     "blocks of 128": model_groups(("full", 128)),
     "windows": model_groups(("full", 16), ("window", 16, 512)),
-    "states": model_groups(("full", 16), ("GDN_ATTN", 128)),
+    "states": model_groups(("full", 128), ("GDN_ATTN", 128)),
 }
 
 
