@@ -722,6 +722,21 @@ def test_load_whose_fence_is_reached_after_the_end_writes_nothing(rig: Rig, end:
     check(rig.expected(), expected)
 
 
+def test_load_under_way_at_the_deadline_of_a_pause_ends_before_the_pause(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device, "_REFUSE_SECONDS", PATIENCE)
+    with rig.streams.hold():
+        loading = in_background(rig.load, rig.payloads())
+        until(lambda: ("work", "urgent") in rig.streams.log)
+        pausing = in_background(rig.cache.pause, time.monotonic())
+        pausing.join(0.1)
+        # The scatter still writes to the caches.
+        assert pausing.is_alive()
+    ended(pausing)
+    ended(loading)
+
+
 def test_after_the_end_nothing_is_begun(rig: Rig) -> None:
     rig.gather(rig.payloads())
     rig.cache.close()

@@ -131,6 +131,8 @@ class Copier:
         self._loads = deque((buffer, streams.stream(urgent=True)) for buffer in loads)
         self._gathered: deque[Copy] = deque()
         self._unfinished = 0
+        #: The ends of the scatters that may be under way.
+        self._scatters: set[Any] = set()
         self._thread: threading.Thread | None = None
         #: Held while a scatter is enqueued.
         self._enqueues_load = threading.Lock()
@@ -338,6 +340,7 @@ class Copier:
                     with self._enqueues_load:
                         if self._refuses_loads:
                             raise DeviceUnavailableError("the engine took its KV caches back")
+                        self._scatters.add(ended)
                         plan.enqueue(streams, ops.scatter_kv, places, slots, packed)
                         ended.record(streams.current())
                     self.await_event(ended)
@@ -346,6 +349,9 @@ class Copier:
                 except BaseException:
                     self._settle(stream)
                     raise
+                finally:
+                    with self._changed:
+                        self._scatters.discard(ended)
         finally:
             self._give_back(self._loads, (buffer, stream))
 
@@ -366,12 +372,15 @@ class Copier:
     def refuse_loads(self, deadline: float) -> None:
         """Enqueue no scatter any more: the caches are about to be somebody else's memory.
 
-        It waits for a scatter that is being enqueued, but no longer than to the deadline: a device
-        that hangs may hold up its caller.
+        It waits for the scatters that are under way, but no longer than to the deadline: a device
+        that hangs does not end them.
         """
         self._refuses_loads = True
         if self._enqueues_load.acquire(timeout=max(0.0, deadline - time.monotonic())):
             self._enqueues_load.release()
+        with self._changed:
+            seconds = max(0.0, deadline - time.monotonic())
+            self._changed.wait_for(lambda: not self._scatters, seconds)
 
     def stop(self) -> None:
         """Let the thread end once it has copied what is left. No gather may follow."""

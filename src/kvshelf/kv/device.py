@@ -57,7 +57,7 @@ LOAD_BUFFERS: Final = 2
 _SHARE: Final = 4
 _PAUSE_SECONDS: Final = 30.0
 _CLOSE_SECONDS: Final = 2.0
-#: Beyond the deadline, for a scatter that is being enqueued: microseconds, unless the device hangs.
+#: Beyond the deadline, for scatters that are under way: a few ms, unless the device hangs.
 _REFUSE_SECONDS: Final = 0.1
 
 
