@@ -6,13 +6,9 @@ from __future__ import annotations
 from tests.sim import runtime  # isort: split
 
 import importlib.util
-import itertools
 import os
 import sys
-import threading
-import time
-import traceback
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -21,7 +17,6 @@ from unittest import mock
 import pytest
 from hypothesis import HealthCheck, settings
 
-from kvshelf.buffers import Buffer, BufferPool
 from kvshelf.shelf import repairs
 from tests import budgets, not_tested
 from tests.sim.kept import Owners
@@ -172,46 +167,6 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-@pytest.fixture
-def no_leaks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Fail the test if a buffer of any pool made during it is not released at its end."""
-    made: list[tuple[Buffer, list[tuple[str, int]]]] = []
-    make = Buffer.__init__
-
-    def traced(self: Buffer, *args: Any) -> None:
-        make(self, *args)
-        # Without their lines, which take far longer to get: a pool has thousands of buffers.
-        frames = itertools.islice(traceback.walk_stack(sys._getframe(1)), 5)
-        made.append((self, [(f.f_code.co_filename, line) for f, line in frames]))
-
-    monkeypatch.setattr(Buffer, "__init__", traced)
-    yield
-    # A thread that a test has just let go may still hold a buffer for a moment.
-    deadline = time.monotonic() + 5
-    while any(one.views for one, _ in made) and time.monotonic() < deadline:
-        threading.Event().wait(0.001)
-    leaks = [(one, places) for one, places in made if one.views]
-    assert not leaks, "not released:\n" + "\n".join(
-        f"{leak.nbytes} bytes, {leak.views} views, made at"
-        + "".join(f"\n  {path}:{line}" for path, line in places)
-        for leak, places in leaks
-    )
-
-
-@pytest.fixture
-def make_pool(no_leaks: None) -> Iterator[Callable[..., BufferPool]]:
-    """Make pools that are closed after the test, which fails if a buffer was not released."""
-    pools: list[BufferPool] = []
-
-    def make(*args: Any, **options: Any) -> BufferPool:
-        pools.append(BufferPool(*args, **options))
-        return pools[-1]
-
-    yield make
-    for pool in pools:
-        pool.close()
 
 
 @pytest.fixture(scope="module")

@@ -47,7 +47,6 @@ from kvshelf.kv.device import DeviceKVCache
 from kvshelf.kv.layout import PagedLayout
 from kvshelf.memory.ring import rounded
 from kvshelf.metrics import Counters
-from kvshelf.server.shelf import open_served
 from kvshelf.shelf.lookup import LookupService
 from kvshelf.tiers.disk_tier import DiskTier
 from kvshelf.transfer.loads import Loads
@@ -240,7 +239,7 @@ Make = Callable[..., ChunkCache]
 
 
 @pytest.fixture
-def make(backend: Backend, place: str, no_leaks: None, tmp_path: Path) -> Iterator[Make]:
+def make(backend: Backend, place: str, tmp_path: Path) -> Iterator[Make]:
     """Make caches on one shelf; they are closed at the end, and must have leaked nothing."""
     with ExitStack() as stack:
         servers: dict[Backend, LocalServer] = {}
@@ -253,7 +252,7 @@ def make(backend: Backend, place: str, no_leaks: None, tmp_path: Path) -> Iterat
                 folder = tmp_path / f"node {len(servers)}"
                 server = stack.enter_context(LocalServer(folder, storage))
                 servers[storage] = server
-            return open_served(server.url)
+            return server.open_shelf()
 
         def made(on: Backend | None = None, **options: Any) -> ChunkCache:
             model = options.pop("model", None) or facts()

@@ -55,7 +55,7 @@ Make = Callable[..., ChunkCache]
 
 
 @pytest.fixture
-def make(tmp_path: Path, no_leaks: None) -> Iterator[Make]:
+def make(tmp_path: Path) -> Iterator[Make]:
     with ExitStack() as stack:
 
         def made(**changes: Any) -> ChunkCache:

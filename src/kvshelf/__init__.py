@@ -42,7 +42,6 @@ __all__ = [
 PUBLIC_MODULES = (
     "kvshelf",
     "kvshelf.backends",
-    "kvshelf.buffers",
     "kvshelf.errors",
     "kvshelf.format.keys",
     "kvshelf.forms",

@@ -1,6 +1,6 @@
 """Host memory from the system: huge pages, how much is free, and memory that is really there.
 
-Owns how memory is mapped, touched and page-locked, for :mod:`kvshelf.buffers` and
+Owns how memory is mapped, touched and page-locked, for
 :mod:`kvshelf.memory.arena`. Importing it needs no torch.
 
 Contracts

@@ -13,9 +13,12 @@ from kvshelf.adapters.operations import Operation, Operations
 IDS = st.sampled_from("abcd")
 
 
-def begin(operations: Operations, request_id: str, *, store: bool = True) -> Operation:
-    """Begin an operation that ends when it expires."""
-    return operations.begin(request_id, 60.0, {0: 1}, lambda _: {7}, store=store)
+def begin(
+    operations: Operations, request_id: str, *, is_store: bool = True, chunks: int = 1
+) -> Operation:
+    """Begin an operation that ends when it expires; chunk n has block 7 + n."""
+    blocks = [{7 + number} for number in range(chunks)]
+    return operations.begin(request_id, 60.0, blocks, is_store=is_store)
 
 
 class StoresMachine(RuleBasedStateMachine):
@@ -44,13 +47,13 @@ class StoresMachine(RuleBasedStateMachine):
         if self.running:
             one = data.draw(st.sampled_from(self.running))
             self.running.remove(one)
-            one.expire()
+            self.operations.expire(one)
 
     @rule(request_ids=st.sets(IDS))
     def report(self, request_ids: set[str]) -> None:
         self.finished |= request_ids
         expected = self.finished - self.named - self.ids()
-        assert self.operations.finished(request_ids) == expected
+        assert self.operations.take_finished(request_ids) == expected
         self.named |= expected
 
     @invariant()
@@ -63,11 +66,11 @@ TestStores = StoresMachine.TestCase
 
 def test_loads_are_named_once_when_the_last_has_ended() -> None:
     operations = Operations()
-    first, second, other = (begin(operations, one, store=False) for one in "aab")
-    first.expire()
+    first, second, other = (begin(operations, name, is_store=False) for name in "aab")
+    operations.expire(first)
     assert operations.take_loaded() == set()
-    second.expire()
-    other.expire()
+    operations.expire(second)
+    operations.expire(other)
     assert operations.take_failed_blocks() == {7}
     assert operations.take_loaded() == {"a", "b"}
     assert operations.take_loaded() == operations.take_failed_blocks() == set()
@@ -75,78 +78,92 @@ def test_loads_are_named_once_when_the_last_has_ended() -> None:
 
 def test_load_that_begins_again_is_named_for_both() -> None:
     operations = Operations()
-    begin(operations, "a", store=False).expire()
-    again = begin(operations, "a", store=False)
+    operations.expire(begin(operations, "a", is_store=False))
+    again = begin(operations, "a", is_store=False)
     assert operations.take_loaded() == set()
-    again.expire()
+    operations.expire(again)
     assert operations.take_loaded() == {"a"}
 
 
-def operation(parts: dict[int, int]) -> tuple[Operation, list[list[int]]]:
-    ends: list[list[int]] = []
-    return Operation("a", 0.0, parts, lambda one: ends.append(one.failed)), ends
-
-
 @pytest.mark.parametrize(
-    ("works", "failed"), [("yyy", []), ("yyn", [0]), ("nyy", [0]), ("yny", [1]), ("nnn", [0, 1])]
+    ("works", "failed"), [("yy", set()), ("yn", {8}), ("ny", {7}), ("nn", {7, 8})]
 )
-def test_operation_ends_with_its_last_part_and_names_the_chunks_of_failed_parts(
-    works: str, failed: list[int]
+def test_operation_ends_with_its_last_chunk_and_names_the_blocks_of_failed_ones(
+    works: str, failed: set[int]
 ) -> None:
-    one, ends = operation({0: 2, 1: 1})
-    for chunk, answer in zip((0, 1, 0), works, strict=True):
-        assert not ends
-        one.part_ended(chunk, answer == "y")
-    assert ends == [failed]
+    operations = Operations()
+    load = begin(operations, "a", is_store=False, chunks=2)
+    for number, answer in enumerate(works):
+        assert not load.is_over
+        for _ in range(2):
+            operations.end_chunk(load, number, is_done=answer == "y")
+    assert load.is_over
+    assert operations.take_failed_blocks() == failed
 
 
 def test_operation_does_not_end_while_memory_is_accessed() -> None:
-    one, ends = operation({0: 1, 1: 1})
-    assert one.acquire()
-    one.expire()
-    assert not ends
-    assert not one.acquire()
-    one.part_ended(0, True)
-    one.release()
+    operations = Operations()
+    load = begin(operations, "a", is_store=False, chunks=2)
+    assert operations.enter(load)
+    operations.expire(load)
+    assert not load.is_over
+    assert not operations.enter(load)
     # What was copied too late does not count: the engine is told to compute it.
-    assert ends == [[0, 1]]
-    one.part_ended(1, True)
-    one.expire()
-    assert len(ends) == 1
+    operations.end_chunk(load, 0, is_done=True)
+    operations.leave(load)
+    assert load.is_over
+    assert operations.take_failed_blocks() == {7, 8}
+    operations.end_chunk(load, 1, is_done=True)
+    operations.expire(load)
+    assert operations.take_loaded() == {"a"}
+    assert operations.take_loaded() == operations.take_failed_blocks() == set()
 
 
 def test_request_is_not_named_while_a_store_that_is_late_accesses_its_blocks() -> None:
     operations = Operations()
     late = begin(operations, "a")
-    assert late.acquire()
-    late.expire()
-    assert operations.finished(["a"]) == set()
-    late.release()
-    assert operations.finished([]) == {"a"}
+    assert operations.enter(late)
+    operations.expire(late)
+    assert operations.take_finished(["a"]) == set()
+    operations.leave(late)
+    assert operations.take_finished([]) == {"a"}
 
 
 def test_operation_ends_once_for_many_threads() -> None:
-    one, ends = operation({0: 64})
+    operations = Operations()
+    store = begin(operations, "a", chunks=64)
+    numbers = iter(range(64))
     barrier = threading.Barrier(8)
 
     def work() -> None:
         barrier.wait()
-        for _ in range(8):
-            assert one.acquire()
-            one.part_ended(0, True)
-            one.release()
+        for number in [next(numbers) for _ in range(8)]:
+            assert operations.enter(store)
+            operations.end_chunk(store, number, is_done=True)
+            operations.leave(store)
 
     threads = [threading.Thread(target=work) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert ends == [[]]
+    assert store.is_over and not store.failed
+
+
+def test_closed_operations_begin_nothing_and_end_together() -> None:
+    operations = Operations()
+    store, load = begin(operations, "a"), begin(operations, "b", is_store=False)
+    operations.close(0.0)
+    with pytest.raises(ValueError, match="was shut down"):
+        begin(operations, "c")
+    operations.expire_all()
+    assert store.is_over and load.is_over
+    assert operations.take_finished(["a"]) == {"a"}
 
 
 @pytest.mark.parametrize("times", [1, 3])
 def test_finish_without_stores_is_named_at_once_and_once(times: int) -> None:
-    stores = Operations()
-    assert stores.finished(["a"]) == {"a"}
+    operations = Operations()
+    assert operations.take_finished(["a"]) == {"a"}
     for _ in range(times):
-        assert stores.finished(["a"]) == set()
+        assert operations.take_finished(["a"]) == set()

@@ -17,10 +17,7 @@ from kvshelf.backends.generic import GenericBackend
 from kvshelf.backends.guard import GuardedBackend
 from kvshelf.backends.posix import PosixBackend
 from kvshelf.backends.wrappers import WrappedBackend
-from kvshelf.errors import PermanentStorageError
-from kvshelf.server.shelf import open_served
-from kvshelf.testing.backends import BackendSuite, Oracle, read_into
-from tests.server.node import LocalServer
+from kvshelf.testing.backends import BackendSuite, Oracle
 from tests.support.oracles import FolderOracle, MemoryOracle
 
 
@@ -102,37 +99,3 @@ class TestMemory(BackendSuite):
     @pytest.fixture
     def oracle(self, root: str) -> Oracle:
         return MemoryOracle(root)
-
-
-class TestServed(_OverFolder):
-    """What an engine gets from a node server, past the server's memory."""
-
-    examples = 10
-
-    @pytest.fixture
-    def server(self, root: Path, tmp_path: Path) -> Iterator[LocalServer]:
-        with LocalServer(tmp_path / "node", root) as server:
-            yield server
-
-    @pytest.fixture
-    def backend(self, server: LocalServer) -> Iterator[Backend]:
-        with open_served(server.url) as shelf:
-            yield shelf.backend
-
-    @pytest.fixture
-    def reopen(self, server: LocalServer) -> Callable[[], Backend] | None:
-        return partial(_open_served_backend, server.url)
-
-    def test_large_object_in_many_pieces(self, backend: Backend, oracle: Oracle) -> None:
-        """Objects of the format are stored through shared memory; anything else is small."""
-        data = bytes(range(256)) * (9 << 12)
-        with pytest.raises(PermanentStorageError, match="no object of the format"):
-            backend.write("big", [data])
-        oracle.put("big", data)
-        read = bytearray(len(data))
-        assert read_into(backend, "big", memoryview(read)) == len(data)
-        assert read == data
-
-
-def _open_served_backend(url: str) -> Backend:
-    return open_served(url).backend

@@ -158,14 +158,14 @@ def test_pieces_are_page_locked_until_the_arena_is_closed(monkeypatch: pytest.Mo
         arena.close()
 
 
-def test_memory_that_is_page_locked_twice_is_locked_once() -> None:
-    with fake_cudart() as runtime:
-        arena = Arena(8 * MIB)
-        arena.page_lock(torch.device("cuda", 0))
-        arena.page_lock(torch.device("cuda", 0))
-        assert list(runtime.registered.values()) == [8 * MIB]
-        arena.close()
-        assert runtime.registered == {}
+def test_bytes_have_an_offset_where_they_lie_in_the_arena_whole() -> None:
+    arena, other = Arena(8192), bytearray(8192)
+    assert arena.offset_of(arena.view) == 0
+    assert arena.offset_of(arena.view[100:200]) == 100
+    assert arena.offset_of(memoryview(other)) is None
+    part = arena.view[8000:]
+    arena.close()
+    assert arena.offset_of(part) is None
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -27,7 +27,6 @@ from kvshelf.memory.ring import ALIGNMENT as PAGE
 from kvshelf.memory.ring import Share, Slot, rounded
 from kvshelf.metrics import Counters
 from kvshelf.pages import address_of
-from kvshelf.server.segment import Segment
 from tests.support.fake_cudart import FakeCudart, fake_cudart
 from tests.support.formats import format_of_kinds, make_format, sealed
 from tests.support.memory import resident
@@ -187,12 +186,10 @@ def test_memory_of_pieces_has_one_at_once_and_the_others_from_a_thread(
 
 
 @pytest.mark.parametrize(("nbytes", "first_piece"), [(8 * MIB, 3 * MIB), (MIB, MIB)])
-def test_first_piece_of_memory_that_nobody_lends_is_as_large_as_the_caller_needs(
+def test_first_piece_of_memory_is_as_large_as_the_caller_needs(
     nbytes: int, first_piece: int
 ) -> None:
-    asked: list[int] = []
-    memory = ChunkMemory(nbytes - 1, keeps=True, first_bytes=3 * MIB - 1, regions=asked.append)
-    assert asked == [nbytes]
+    memory = ChunkMemory(nbytes - 1, keeps=True, first_bytes=3 * MIB - 1)
     assert memory.ring.capacity == first_piece
     memory.grow()
     assert len(named(THREAD)) == (first_piece < nbytes)
@@ -283,7 +280,7 @@ def test_memory_of_which_a_later_piece_is_refused_stays_as_it_is(
 
 
 @pytest.mark.parametrize(
-    ("cause", "keeps", "is_lent"),
+    ("cause", "keeps", "is_shared"),
     [
         ("there is no CUDA device", False, False),
         ("2228224 bytes have to be free", False, False),
@@ -293,19 +290,20 @@ def test_memory_of_which_a_later_piece_is_refused_stays_as_it_is(
     ],
 )
 def test_memory_that_cannot_be_page_locked_is_ordinary_memory(
-    cause: str, keeps: bool, is_lent: bool, system: System, caplog: pytest.LogCaptureFixture
+    cause: str, keeps: bool, is_shared: bool, system: System, caplog: pytest.LogCaptureFixture
 ) -> None:
     system.patch.setattr(torch.cuda, "is_available", lambda: "no CUDA" not in cause)
     system.free = [MIB if "free" in cause else 1 << 40]
     system.cuda.most = MIB
-    segment = Segment(4096, regions=8 * MIB)
-    regions = segment.take_region if is_lent else None
-    memory = ChunkMemory(6 * MIB, keeps=keeps, device=GPU, regions=regions)
+    shared: list[Arena] = []
+    memory = ChunkMemory(
+        6 * MIB, keeps=keeps, device=GPU, share=shared.append if is_shared else None
+    )
     assert not memory.is_page_locked
     grow(memory)
     assert memory.nbytes == 6 * MIB
     assert system.cuda.registered == {}
-    assert (segment.offset_of(memory.view) is not None) == is_lent
+    assert [arena.offset_of(memory.view) for arena in shared] == [0] * is_shared
     (warning,) = warnings(caplog)
     assert warning.startswith(f"could not pin the memory for chunks ({cause}")
 
@@ -342,16 +340,17 @@ def test_memory_that_is_closed_before_it_grows_takes_no_further_piece(system: Sy
     assert not named(THREAD)
 
 
-@pytest.mark.parametrize("is_lent", [False, True])
+@pytest.mark.parametrize("is_shared", [False, True])
 @pytest.mark.parametrize("keeps", [False, True])
 @pytest.mark.parametrize("device", [None, GPU])
 def test_memory_that_is_closed_is_given_back_with_its_last_slot(
-    device: torch.device | None, keeps: bool, is_lent: bool, system: System
+    device: torch.device | None, keeps: bool, is_shared: bool, system: System
 ) -> None:
-    segment = Segment(4096, regions=8 * MIB)
-    regions = segment.take_region if is_lent else None
-    memory = ChunkMemory(7 * MIB, keeps=keeps, device=device, regions=regions)
-    in_pieces = not is_lent and (keeps or device is not None)
+    shared: list[Arena] = []
+    memory = ChunkMemory(
+        7 * MIB, keeps=keeps, device=device, share=shared.append if is_shared else None
+    )
+    in_pieces = keeps or device is not None
     assert memory.ring.capacity == (PIECE if in_pieces else 7 * MIB)
     grow(memory)
     assert in_pieces or not named(THREAD)
@@ -366,7 +365,7 @@ def test_memory_that_is_closed_is_given_back_with_its_last_slot(
         memory.tensor[part] = 7
         assert memory.view[part.stop - 1] == 7
         assert system.cuda.holds(memory.view[part]) == memory.is_page_locked
-        assert (segment.offset_of(memory.view[part]) is not None) == is_lent
+        assert [arena.offset_of(memory.view[part]) for arena in shared] == [slot.offset] * is_shared
     mapped = weakref.ref(memory.view.obj)
     memory.ring.release(memory.loads, slots[1:])
     for _ in range(2):
@@ -375,12 +374,11 @@ def test_memory_that_is_closed_is_given_back_with_its_last_slot(
     # A copy may still be under way.
     assert list(system.cuda.registered.values()) == locked
     assert len(memory.view) == len(memory.tensor) == 7 * MIB
-    assert not is_lent or segment.take_region(7 * MIB) is None
     memory.ring.release(memory.loads, slots[:1])
     assert system.cuda.registered == {}
     assert len(memory.view) == 0
-    assert is_lent or mapped() is None
-    assert segment.take_region(7 * MIB) is not None
+    shared.clear()
+    assert mapped() is None
 
 
 # ---------------------------------------------------------------------------------- spares, shares

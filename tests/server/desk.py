@@ -1,15 +1,13 @@
-"""A service without sockets: what a loop does for it, on the test's own thread."""
+"""A node without sockets, on a loop of its own, and clients of it in this process."""
 
 from __future__ import annotations
 
-import queue
+import asyncio
 import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
-
-import xxhash
+from typing import Any, TypeVar
 
 from kvshelf.backends import Backend, Deadlines
 from kvshelf.backends.guard import GuardedBackend
@@ -17,23 +15,19 @@ from kvshelf.format.keys import Chunk
 from kvshelf.format.names import object_name
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.memory.arena import Arena
-from kvshelf.server.messages import Call, Failed, Fetch, Find, LookUpChunks, Ready, Store
-from kvshelf.server.service import Service
+from kvshelf.server.node import Loans, Node
+from kvshelf.server.protocol import Fault as ProtocolFault
 from kvshelf.shelf.shelf import Shelf
 from tests.sim.storage import Fault, FaultyStorage
 from tests.support.formats import sealed
-from tests.support.waiting import PATIENCE
+from tests.support.waiting import PATIENCE, until
+
+_T = TypeVar("_T")
 
 
 def name_of(fmt: ObjectFormat, chunk: Chunk, shard: int = 0) -> str:
     """The name of an object on the storage."""
     return f"{fmt.namespace.folder}/{object_name(chunk, shard, fmt.shards, fmt.kind)}"
-
-
-def look_up_chunks(session: str, chains: Sequence[Sequence[str]]) -> LookUpChunks:
-    """Return the request for the objects of some chunks."""
-    names = [name for chain in chains for name in chain]
-    return LookUpChunks(session, names, list(map(len, chains)))
 
 
 def put(shelf: Path, fmt: ObjectFormat, chunk: Chunk, shard: int = 0) -> str:
@@ -46,38 +40,70 @@ def put(shelf: Path, fmt: ObjectFormat, chunk: Chunk, shard: int = 0) -> str:
 
 
 class Desk:
-    """A service, the answers that it gave, and a clock that only the test moves.
-
-    Calls of the storage are counted (`counts`), and meet the faults of `faults`.
-    """
+    """A node. Calls of the storage are counted (`counts`), and meet the faults of `faults`."""
 
     def __init__(
         self,
         backend: Backend,
-        arena_bytes: int = 1 << 20,
+        memory_bytes: int = 1 << 20,
         *,
         deadlines: Deadlines | None = None,
         **options: Any,
     ) -> None:
-        self.now = 0.0
-        self.posted: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self.faults = FaultyStorage(backend)
         self.counts = self.faults.counts
-        self.shelf = Shelf(GuardedBackend(self.faults, deadlines))
-        self.arena = Arena(arena_bytes, shared=True)
-        self.service = Service(
-            self.shelf,
-            self.arena,
-            post=self.posted.put,
-            clock=lambda: self.now,
-            **options,
-        )
+        self.shelf = Shelf(GuardedBackend(self.faults, deadlines), options.get("counters"))
+        self.arena = Arena(memory_bytes, shared=True)
+        self.node = Node(self.shelf, self.arena, **options)
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
+        self._thread.start()
 
-    def describe(self, fmt: ObjectFormat) -> None:
-        """Have the server describe a namespace, so that a store is one write."""
-        known = self.service._namespaces._known[fmt.namespace.digest.hex()[:16]]
-        self.shelf.view(known).describe(fmt.namespace.folder)
-        self.counts.clear()
+    def call(self, function: Callable[..., _T], *args: Any, **options: Any) -> _T:
+        """Call a method of the node that is no coroutine, on its loop."""
+
+        async def do() -> _T:
+            return function(*args, **options)
+
+        return self.begin(do()).result(PATIENCE)
+
+    def begin(self, work: Coroutine[Any, Any, _T]) -> Future[_T]:
+        """Start a coroutine on the loop."""
+        return asyncio.run_coroutine_threadsafe(work, self.loop)
+
+    def run(self, work: Coroutine[Any, Any, _T]) -> _T:
+        """Wait for what a coroutine returns."""
+        return self.begin(work).result(PATIENCE)
+
+    def register(self, fmt: ObjectFormat, *, is_volatile: bool = False) -> None:
+        namespace = fmt.namespace
+        self.call(self.node.register, namespace.encoded, namespace.slug, is_volatile)
+
+    def connect(self, data: bytes | bytearray = b"") -> Loans:
+        """A new client, whose memory holds `data`."""
+        return self.call(self.node.connect, memoryview(data))
+
+    def leave(self, *clients: Loans) -> None:
+        for client in clients:
+            self.call(self.node.leave, client)
+
+    def fetch(
+        self, client: Loans, names: Sequence[str], *, is_early: bool = False
+    ) -> list[int | bool | ProtocolFault]:
+        return self.run(self.node.fetch(client, names, is_early))
+
+    def store(self, name: str, data: bytes | bytearray, *, is_suspect: bool = False) -> str:
+        """Store an object from the memory of a new client, which leaves."""
+        client = self.connect(data)
+        try:
+            return self.run(self.node.store(client, name, 0, len(data), is_suspect))
+        finally:
+            self.leave(client)
+
+    def bytes_at(self, offset: int | bool | ProtocolFault, nbytes: int) -> bytes:
+        """What a client reads where an object lies."""
+        assert type(offset) is int and offset >= 0, offset
+        return bytes(self.arena.view[offset : offset + nbytes])
 
     def hold(self, *operations: str) -> threading.Event:
         """Let calls of the storage wait for the event."""
@@ -86,110 +112,27 @@ class Desk:
             self.faults.add(Fault(operation, wait=gate))
         return gate
 
-    def run_until(self, condition: Callable[[], bool]) -> None:
-        """Run what is posted until the condition holds."""
-        deadline = time.monotonic() + PATIENCE
-        while not condition():
-            left = deadline - time.monotonic()
-            assert left > 0, "it never came true"
-            try:
-                self.posted.get(timeout=min(left, 0.01))()
-            except queue.Empty:
-                continue
-
-    def settle(self) -> None:
-        """Run until the service has nothing under way, but what waits for memory."""
-
-        def idle() -> bool:
-            stats = self.service.stats()
-            begun = stats["reads"] + stats["stores"]
-            return not begun and self.posted.empty()
-
-        self.run_until(idle)
+    def stat(self, name: str) -> float:
+        return self.node.stats()[name]
 
     def end(self) -> None:
-        """Have all clients leave, and compare what is held with nothing."""
-        for client in list(self.service._clients):
-            self.service.client_gone(client)
-        self.settle()
-        assert self.service._fetches.leases.stats() == (0, 0), "leases of clients that are gone"
-
-    def ask(self, method: str, client: bytes, *args: Any) -> Any:
-        """Ask what a message asks for, by the fields of this; return the reply."""
-        make: dict[str, Callable[..., Any]]
-        make = {"find": Find, "lookup": look_up_chunks, "call": Call}
-        replies: list[Any] = []
-        getattr(self.service, method)(client, make[method](*args), replies.append)
-        return self.reply(replies)
-
-    def reply(self, replies: list[Any]) -> Any:
-        """Wait for the one reply to a request."""
-        self.run_until(lambda: bool(replies))
-        (reply,) = replies
-        return reply
-
-    def begin_fetch(
-        self, client: bytes, names: Sequence[str], sizes: Sequence[int], session: str = "s"
-    ) -> dict[int, Ready | Failed]:
-        """Fetch objects; outcomes appear in the answer, by index."""
-        outcomes: dict[int, Ready | Failed] = {}
-
-        def each(some: list[Ready | Failed]) -> None:
-            for outcome in some:
-                assert outcome.index not in outcomes, "it was answered twice"
-                outcomes[outcome.index] = outcome
-
-        self.service.fetch(client, Fetch(session, names, sizes), each)
-        return outcomes
-
-    def fetch(
-        self, client: bytes, names: Sequence[str], sizes: Sequence[int], session: str = "s"
-    ) -> list[Ready | Failed]:
-        """Fetch objects and wait for all outcomes."""
-        outcomes = self.begin_fetch(client, names, sizes, session)
-        self.run_until(lambda: len(outcomes) == len(names))
-        return [outcomes[index] for index in range(len(names))]
-
-    def begin_store(
-        self,
-        client: bytes,
-        name: str,
-        data: Any,
-        mode: str = "create",
-        replies: list[Any] | None = None,
-        **fields: Any,
-    ) -> list[Any]:
-        """Store an object; the reply appears in the answer."""
-        replies = [] if replies is None else replies
-        source = memoryview(data)
-        request = Store(name, 0, source.nbytes, mode, **fields)
-        self.service.store(client, request, source, replies.append)
-        return replies
-
-    def store(self, client: bytes, name: str, data: bytes | bytearray, mode: str = "create") -> Any:
-        """Store an object."""
-        return self.reply(self.begin_store(client, name, data, mode))
-
-    def remember(self, client: bytes, name: str, data: bytes | bytearray, **fields: Any) -> Any:
-        """Store an object in memory only."""
-        fields = {"checksum": xxhash.xxh3_64_intdigest(data), "memory_only": True} | fields
-        return self.reply(self.begin_store(client, name, data, **fields))
-
-    def bytes_of(self, ready: Ready | Failed) -> bytes:
-        """What a client reads where an object lies."""
-        assert isinstance(ready, Ready), ready
-        return bytes(self.arena.view[ready.offset : ready.offset + ready.nbytes])
-
-    def is_valid(self, ready: Ready) -> bool:
-        """What a client finds out after its last look at the memory."""
-        generations = self.arena.view[: 8 * self.service.slots].cast("Q")
-        return bool(generations[ready.slot] == ready.generation)
-
-    def stat(self, name: str) -> float:
-        return self.service.stats()[name]
+        """Have all clients leave, and check that nothing of the memory is in use."""
+        self.leave(*self.node._clients)
+        until(lambda: not self.stat("reads") and not self.stat("stores"))
+        until(lambda: not self.stat("pinned_bytes"), "something is pinned")
+        assert self.stat("lent_bytes") == 0
 
     def close(self) -> None:
         """Idempotent."""
-        self.service.close()
+        if self._thread.is_alive():
+            self.loop.call_soon_threadsafe(self.loop.stop)
+            self._thread.join(PATIENCE)
+            tasks = asyncio.all_tasks(self.loop)
+            for task in tasks:
+                task.cancel()
+            if tasks:
+                self.loop.run_until_complete(asyncio.wait(tasks))
+            self.loop.close()
+        self.node.close()
         self.shelf.close()
         self.arena.close()

@@ -5,18 +5,15 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator
-from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
-from typing import Any
-
-import xxhash
 
 from kvshelf.backends import Backend, open_backend
 from kvshelf.memory.arena import Arena
-from kvshelf.server.loop import Loop
-from kvshelf.server.messages import Store, Stored
-from kvshelf.server.service import Service
+from kvshelf.server.connection import NodeClient
+from kvshelf.server.node import Node
+from kvshelf.server.session import Server
+from kvshelf.server.view import NodeShelf, open_served
 from kvshelf.shelf.shelf import Shelf
 from tests.sim.storage import FaultyStorage, posix
 from tests.support.waiting import PATIENCE
@@ -31,42 +28,42 @@ class LocalServer:
         Where its socket lies; made for this user alone.
     storage : Backend or Path
         What it serves; closed with it.
-    arena_bytes : int
+    memory_bytes : int
     options
-        Further arguments of the service.
+        Further arguments of the node; `chunk_size` is what the server tells its clients.
     """
 
     def __init__(
-        self, folder: Path, storage: Backend | Path, arena_bytes: int = 64 << 20, **options: object
+        self,
+        folder: Path,
+        storage: Backend | Path,
+        memory_bytes: int = 64 << 20,
+        *,
+        chunk_size: int = 256,
+        **options: object,
     ) -> None:
         folder.mkdir(mode=0o700, exist_ok=True)
         self.url = f"ipc://{folder}/node.sock"
         backend = storage if isinstance(storage, Backend) else open_backend(storage)
         self.shelf = Shelf(backend)
-        self.arena = Arena(arena_bytes, shared=True)
-        self.loop = Loop(self.url)
-        self.service = Service(self.shelf, self.arena, post=self.loop.post, **options)
+        self.arena = Arena(memory_bytes, shared=True)
+        self.server = Server(self.url)
+        self.node = Node(self.shelf, self.arena, **options)
         self._thread = threading.Thread(
-            target=self.loop.run,
-            args=(self.service, self.arena),
-            kwargs={"chunk_size": 256},
+            target=self.server.run,
+            args=(self.node, self.arena),
+            kwargs={"chunk_size": chunk_size},
             daemon=True,
         )
         self._thread.start()
 
-    def put(self, name: str, data: bytes) -> None:
-        """Keep an object in memory only."""
-        stored: Future[Any] = Future()
-        checksum = xxhash.xxh3_64_intdigest(data)
-        request = Store(name, 0, len(data), memory_only=True, checksum=checksum)
-        source = memoryview(data)
-        self.loop.post(lambda: self.service.store(b"", request, source, stored.set_result))
-        assert stored.result(PATIENCE) == Stored("created")
+    def open_shelf(self, **options: object) -> NodeShelf:
+        """Return the shelf as a new client has it."""
+        return open_served(NodeClient(self.url), **options)
 
-    @property
-    def leases(self) -> int:
-        """Leases of all clients."""
-        return int(self.service.stats()["leases"])
+    def stat(self, name: str) -> float:
+        """A counter or a gauge of the node."""
+        return self.node.stats()[name]
 
     @contextlib.contextmanager
     def hanging(self) -> Iterator[None]:
@@ -77,7 +74,7 @@ class LocalServer:
             hangs.set()
             goes_on.wait(PATIENCE)
 
-        self.loop.post(hang)
+        self.server.post(hang)
         assert hangs.wait(PATIENCE)
         try:
             yield
@@ -86,10 +83,10 @@ class LocalServer:
 
     def close(self) -> None:
         """Stop at once. Idempotent."""
-        self.loop.stop()
+        self.server.stop()
         self._thread.join(10)
-        self.loop.close()
-        self.service.close()
+        self.server.close()
+        self.node.close()
         self.shelf.close()
         self.arena.close()
 

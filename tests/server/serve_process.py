@@ -15,12 +15,11 @@ import urllib.error
 import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from kvshelf.format.objects import ObjectFormat
-from kvshelf.server.channel import Channel
-from kvshelf.server.connection import Leased
-from kvshelf.server.messages import Register, Store, Stored
+from kvshelf.memory.arena import Arena
+from kvshelf.server.connection import Loan, NodeClient
+from kvshelf.server.protocol import Store
 from tests.support.constants import VARIABLE
 from tests.support.waiting import PATIENCE
 
@@ -135,36 +134,29 @@ class ServeProcess:
 
 
 class Client:
-    """A client in this process."""
+    """A client in this process, with memory for one object."""
 
-    def __init__(self, url: str, fmt: ObjectFormat, segment_bytes: int = 4 << 20) -> None:
-        self.channel = Channel(url, segment_bytes=segment_bytes)
-        self.channel.on_connect(
-            lambda _: self.channel.request(Register(fmt.namespace.encoded)) and None
-        )
-        assert self.channel.wait_connected(PATIENCE)
+    def __init__(self, url: str, fmt: ObjectFormat) -> None:
+        self.node = NodeClient(url)
+        self.node.register(fmt.namespace)
+        assert self.node.wait_connected(PATIENCE)
+        self._arena = Arena(4 << 20, shared=True)
+        self.node.share(self._arena)
 
-    def store(self, name: str, data: bytes, **fields: Any) -> str:
+    def store(self, name: str, data: bytes) -> str:
         """Store an object; return how that ended."""
-        assert self.channel.segment is not None
-        room = self.channel.segment.reserve(len(data))
-        assert room is not None
-        room.view[:] = data
-        try:
-            reply = self.channel.request(Store(name, room.offset, len(data), **fields)).result(
-                PATIENCE
-            )
-        finally:
-            room.release()
-        assert isinstance(reply, Stored)
-        return reply.result
+        self._arena.view[: len(data)] = data
+        result: str = self.node.request(Store, name, 0, len(data)).result(PATIENCE)
+        return result
 
-    def fetch(self, names: Sequence[str], sizes: Sequence[int]) -> list[Leased]:
-        """Have objects lent."""
-        return [future.result(PATIENCE) for future in self.channel.fetch("s", names, sizes)]
+    def fetch(self, names: Sequence[str], sizes: Sequence[int]) -> list[Loan]:
+        """Have objects lent, those of them that can be."""
+        outcomes = self.node.fetch(names, sizes).result(PATIENCE)
+        return [outcome for outcome in outcomes if isinstance(outcome, Loan)]
 
     def close(self) -> None:
-        self.channel.close()
+        self.node.close()
+        self._arena.close()
 
 
 class ClientProcess:

@@ -39,7 +39,7 @@ class Asked:
             0,
             healthy=lambda: self.well,
             problem=lambda: self.found,
-            metrics=ServerMetrics(desk.service.stats, counters, desk.shelf.backend),
+            metrics=ServerMetrics(desk.node.stats, counters, desk.shelf.backend),
         )
 
     def get(self, path: str) -> tuple[int, str]:
@@ -56,9 +56,9 @@ class Asked:
 def asked(tmp_path: Path) -> Iterator[Asked]:
     counters = Counters()
     with closing(Desk(posix(tmp_path / "shelf"), counters=counters)) as desk:
-        desk.service.register(FMT.namespace.encoded)
+        desk.register(FMT)
         (chunk,) = make_chunks(FMT, 1)
-        desk.store(b"a" * 16, name_of(FMT, chunk), sealed(FMT, chunk))
+        desk.store(name_of(FMT, chunk), sealed(FMT, chunk))
         counters.observe("read", 0.003)
         asked = Asked(desk, counters)
         with closing(asked.health):
@@ -90,7 +90,8 @@ def test_metrics_are_what_the_server_counts(asked: Asked) -> None:
 
 def test_what_the_storage_is_asked_for_is_timed(asked: Asked) -> None:
     (other,) = make_chunks(FMT, 1, 7)
-    asked.desk.ask("find", b"a" * 16, [name_of(FMT, other)], [FMT.object_size(0)])
+    desk = asked.desk
+    desk.run(desk.node.find(desk.connect(), [name_of(FMT, other)]))
     families = text_string_to_metric_families(asked.get("/metrics")[1])
     counts = {
         sample.labels["operation"]: sample.value

@@ -1,258 +1,269 @@
-"""Who may talk to the node server, and which memory it maps."""
+"""The streams of a node server: requests that are none, clients that do not read, lost files."""
 
 from __future__ import annotations
 
 import contextlib
-import mmap
+import errno
 import os
 import socket
-import subprocess
-import sys
-import tempfile
+import struct
+import threading
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from kvshelf.errors import ConfigError, UnavailableStorageError
-from kvshelf.server import messages, session
-from kvshelf.server.messages import Hello
-from tests.server.node import serve
-from tests.support.memory import sealed_memory
-from tests.support.waiting import until
+from kvshelf.errors import ConfigError
+from kvshelf.memory.arena import Arena
+from kvshelf.server import protocol
+from kvshelf.server import session as session_module
+from kvshelf.server.connection import NodeClient
+from kvshelf.server.listener import Listener, socket_path
+from kvshelf.server.node import Node
+from kvshelf.server.protocol import Delete, Fetch, GiveBack, Read, Refused, Reply, Stat
+from kvshelf.server.session import Server
+from tests.server.desk import name_of, put
+from tests.server.node import LocalServer
+from tests.server.test_listener import Peer
+from tests.sim.storage import Fault, FaultyStorage, posix
+from tests.support.formats import make_format, sealed
+from tests.support.prompts import make_chunks
+from tests.support.waiting import PATIENCE, until
 
 pytestmark = pytest.mark.real
 
-
-def descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))
-
-
-def hello(segment_bytes: int = 0, **changes: object) -> Hello:
-    values = {"protocol": messages.PROTOCOL, "client": os.urandom(16)}
-    return Hello(**(values | changes), segment_bytes=segment_bytes)  # type: ignore[arg-type]
+FMT = make_format(shards=1)
+SIZE = FMT.object_size(0)
+CHUNKS = make_chunks(FMT, 8)
+NAMES = [name_of(FMT, chunk) for chunk in CHUNKS]
 
 
-@pytest.mark.parametrize(
-    "url",
-    [
-        "tcp://127.0.0.1:5555",
-        "ipc://relative",
-        "ipc://",
-        "ipc:///folder/",
-        "ipc://@abstract",
-        "ipc:///a\0b",
-        "ipc:///" + "a" * 100,
-        "/path",
-    ],
-)
-def test_only_sockets_with_an_absolute_path_are_urls_of_a_server(url: str) -> None:
-    with pytest.raises(ConfigError, match="URL"):
-        session.socket_path(url)
+@pytest.fixture
+def storage(tmp_path: Path) -> FaultyStorage:
+    for chunk in CHUNKS:
+        put(tmp_path / "shelf", FMT, chunk)
+    return FaultyStorage(posix(tmp_path / "shelf"))
 
 
-def test_folder_must_be_closed_to_others(tmp_path: Path) -> None:
-    folder = tmp_path / "sockets"
-    with pytest.raises(UnavailableStorageError, match="no node server has run"):
-        session.check_folder(str(folder / "server"))
-    folder.mkdir(mode=0o700)
-    session.check_folder(str(folder / "server"))
-    folder.chmod(0o750)
-    with pytest.raises(ConfigError, match="mode 750"):
-        session.check_folder(str(folder / "server"))
-    with pytest.raises(ConfigError, match="mode 750"):
-        session.Listener(str(folder / "server"))
-    with pytest.raises(ConfigError, match="mode 750"):
-        session.connect(str(folder / "server"), hello(), None, 1.0)
-    folder.chmod(0o700)
-    (tmp_path / "link").symlink_to(folder)
-    with pytest.raises(ConfigError, match="no folder"):
-        session.check_folder(str(tmp_path / "link" / "server"))
+@pytest.fixture
+def server(tmp_path: Path, storage: FaultyStorage) -> Iterator[LocalServer]:
+    with LocalServer(tmp_path / "node", storage, 1 << 20) as server:
+        namespace = FMT.namespace
+        server.node.register(namespace.encoded, namespace.slug, False)
+        yield server
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder to another user")
-def test_folder_must_be_ones_own(tmp_path: Path) -> None:
-    folder = tmp_path / "sockets"
-    folder.mkdir(mode=0o700)
-    os.chown(folder, 65534, 65534)
-    with pytest.raises(ConfigError, match="belongs to user 65534"):
-        session.check_folder(str(folder / "server"))
+def test_stream_that_is_no_message_ends_service_but_no_loan(server: LocalServer) -> None:
+    garbage = [
+        struct.pack("<I", protocol.MAX_REQUEST + 1),
+        struct.pack("<I", 3) + b"\xff\xff\xff",
+        protocol.frame(Refused("no request")),
+    ]
+    for data in garbage:
+        with Peer(server) as peer:
+            peer.greet()
+            reply = peer.ask(Fetch(1, NAMES[:1]))
+            assert isinstance(reply, Reply) and isinstance(reply.value, list)
+            peer.say(data)
+            body = peer.hear()
+            assert body is not None
+            assert isinstance(protocol.decode(protocol.REPLIES, body), Refused)
+            # The server has ended its direction, and waits for the client's.
+            assert peer.hear() is None
+            peer.say(protocol.frame(GiveBack([reply.value[0]])))
+            assert server.stat("lent_bytes") > 0
+            offset = reply.value[0]
+            assert isinstance(offset, int)
+            assert bytes(server.arena.view[offset : offset + SIZE]) == sealed(FMT, CHUNKS[0])
+        until(lambda: not server.stat("clients"))
+        assert server.stat("lent_bytes") == 0
+    assert server.server.stats()["refused"] == len(garbage)
 
 
-def test_folder_that_the_server_makes_is_closed_to_others(tmp_path: Path) -> None:
-    before = os.umask(0)
-    try:
-        listener = session.Listener(str(tmp_path / "new" / "sockets" / "server"))
-    finally:
-        os.umask(before)
-    listener.close()
-    assert (tmp_path / "new" / "sockets").stat().st_mode & 0o777 == 0o700
+def test_request_that_fails_is_answered_by_a_fault_and_ends_nothing(
+    server: LocalServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Peer(server) as peer:
+        peer.greet()
+        reply = peer.ask(Read(1, "no name"))
+        assert isinstance(reply, Reply) and reply.fault is not None
+        assert reply.fault.kind == "ObjectNameError"
+
+        def broken(*_: object) -> None:
+            raise RuntimeError("a mistake")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Node, "stat", broken)
+            reply = peer.ask(Stat(2, NAMES[:1]))
+            assert isinstance(reply, Reply) and reply.fault is not None
+            assert "a mistake" in reply.fault.text
+        assert peer.ask(Stat(3, NAMES[:1])) == Reply(3, [SIZE])
+        assert peer.ask(Delete(4, [])) == Reply(4, [])
 
 
-def test_one_server_runs_at_a_socket_and_a_killed_one_is_followed(tmp_path: Path) -> None:
-    path = str(tmp_path / "sockets" / "server")
-    listener = session.Listener(path)
-    with pytest.raises(ConfigError, match="runs already"):
-        session.Listener(path)
-    listener.close()
-    listener.close()
-    # What a killed server leaves.
-    left = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    left.bind(path + ".session")
-    left.close()
-    session.Listener(path).close()
-    assert not os.path.exists(path + ".session")
+def test_client_that_does_not_read_is_not_read_and_holds_up_nobody(
+    server: LocalServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session_module, "_REQUESTS", 8)
+    with Peer(server) as peer, Peer(server) as other:
+        peer.greet()
+        other.greet()
+        # Until the server reads no more of it.
+        data = memoryview(protocol.frame(Read(1, NAMES[0])) * 20_000)
+        peer.stream.setblocking(False)
+        with contextlib.suppress(BlockingIOError):
+            while data:
+                data = data[peer.stream.send(data) :]
+        assert data
+        assert other.ask(Stat(9, NAMES[:1])) == Reply(9, [SIZE])
+        # It goes on where the client reads again.
+        peer.stream.setblocking(True)
+        for _ in range(100):
+            assert peer.hear() is not None
+    until(lambda: not server.stat("clients"))
 
 
-def test_server_whose_lock_was_deleted_keeps_its_place(tmp_path: Path) -> None:
-    path = str(tmp_path / "sockets" / "server")
-    with contextlib.closing(session.Listener(path)) as listener:
-        assert listener.in_place()
-        for left in (path, path + ".session"):
-            os.unlink(path + ".lock")
-            with pytest.raises(session.TakenError, match="runs already"):
-                session.Listener(path)
-            assert not listener.in_place()
-            # The next time one socket is there no more.
-            os.unlink(left)
-            if left == path:
-                with pytest.raises(session.TakenError, match="runs already"):
-                    session.Listener(path)
+def test_objects_are_streamed_one_at_a_time_to_each_client(
+    server: LocalServer, storage: FaultyStorage
+) -> None:
+    gate = threading.Event()
+    storage.add(Fault("read", wait=gate))
+    with Peer(server) as peer:
+        peer.greet()
+        for number, name in enumerate(NAMES):
+            peer.say(protocol.frame(Read(number, name)))
+        until(lambda: server.stat("streamed_objects") == 1)
+        gate.set()
+        for number, chunk in enumerate(CHUNKS):
+            body = peer.hear()
+            assert body is not None
+            reply = protocol.decode(protocol.REPLIES, body)
+            assert reply == Reply(number, data=sealed(FMT, chunk))
 
 
-def test_server_ends_without_harm_to_another_in_its_place(tmp_path: Path) -> None:
-    path = str(tmp_path / "sockets" / "server")
-    first = session.Listener(path)
-    for name in (path, path + ".session", path + ".lock"):
-        os.unlink(name)
-    before = descriptors()
-    second = session.Listener(path)
-    assert not first.in_place()
-    first.close()
-    assert not first.in_place()
-    assert second.in_place()
-    with pytest.raises(session.TakenError, match="runs already"):
-        session.Listener(path)
-    assert descriptors() == before
-    second.close()
-    assert os.listdir(tmp_path / "sockets") == ["server.lock"]
+def test_connections_that_say_nothing_are_bounded_and_closed(
+    server: LocalServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session_module, "_MAX_GREETING", 3)
+    silent = [Peer(server) for _ in range(3)]
+    until(lambda: server.server._greeting_count == 3)
+    with Peer(server) as peer:
+        body = peer.hear()
+        assert body is not None
+        refused = protocol.decode(protocol.ANSWER, body)
+        assert isinstance(refused, Refused) and "clients already" in refused.text
+    monkeypatch.setattr(session_module, "_GREETING_SECONDS", 0.05)
+    for peer in silent:
+        peer.stream.close()
+    until(lambda: server.server._greeting_count == 0)
+    with Peer(server) as peer:
+        body = peer.hear()
+        assert body is not None
+        refused = protocol.decode(protocol.ANSWER, body)
+        assert isinstance(refused, Refused) and "said nothing" in refused.text
 
 
-def test_session_passes_memory_both_ways(tmp_path: Path) -> None:
-    with serve(tmp_path) as node:
-        before = descriptors()
-        path = session.socket_path(node.url)
-        fd = sealed_memory(4096)
-        connection, welcome, arena = session.connect(path, hello(4096), fd, 5.0)
-        node.arena.view[5000:5005] = b"hello"
-        assert bytes(arena[5000:5005]) == b"hello"
-        assert welcome.arena_bytes == len(arena)
-        assert node.loop.stats()["clients"] == 1
-        # Read-only, whatever the client does with the memory.
-        with pytest.raises(TypeError):
-            arena[0] = 1
-        with pytest.raises(PermissionError):
-            mmap.mmap(node.arena.fd or -1, 4096, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-        connection.close()
-        os.close(fd)
-        until(lambda: not node.loop.stats()["clients"])
-        del arena
-        assert descriptors() <= before
+def test_connections_are_bounded(server: LocalServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session_module, "MAX_CONNECTIONS", 2)
+    with Peer(server) as one, Peer(server) as two:
+        one.greet()
+        two.greet()
+        with Peer(server) as third:
+            body = third.hear()
+            assert body is not None
+            assert isinstance(protocol.decode(protocol.ANSWER, body), Refused)
+        one.stream.close()
+        until(lambda: server.stat("clients") == 1)
+        with Peer(server) as third:
+            third.greet()
 
 
-def refusal(path: str, message: bytes, passed: list[int]) -> str:
-    """Say something to the server, and return what it says to that."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
-        connection.settimeout(10)
-        connection.connect(path + ".session")
-        session._send(connection, message, passed)
-        data = connection.recv(1 << 16)
-        if not data:
-            return ""
-        answer = messages.decode_answer(data)
-        assert isinstance(answer, messages.Refused)
-        assert connection.recv(1) == b""
-        return answer.text
+def test_descriptors_that_run_out_end_nothing(
+    server: LocalServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failures = [OSError(errno.EMFILE, "Too many open files")] * 2
+    accept = server.server._loop.sock_accept
+
+    async def fails(listening: socket.socket) -> Any:
+        if failures:
+            raise failures.pop()
+        return await accept(listening)
+
+    with Peer(server) as peer:
+        peer.greet()
+        monkeypatch.setattr(server.server._loop, "sock_accept", fails)
+        # The accept that is under way takes the first.
+        with Peer(server) as first, Peer(server) as second:
+            first.greet()
+            second.greet()
+        assert not failures
+        assert peer.ask(Stat(1, NAMES[:1])) == Reply(1, [SIZE])
 
 
-def test_hostile_greetings_are_refused_and_cost_nothing(tmp_path: Path) -> None:
-    fd = sealed_memory(4096)
-    unsealed = sealed_memory(4096, 0)
-    with serve(tmp_path) as node:
-        path = session.socket_path(node.url)
-        good, _, _ = session.connect(path, hello(), None, 5.0)
-        before = descriptors()
-        encode = messages.encode_greeting
-        assert "no hello" in refusal(path, b"\xff" * 100, [])
-        assert "no hello" in refusal(path, b"\xdd\xff\xff\xff\xff", [fd])
-        assert "no hello" in refusal(path, encode(messages.Refused("x")), [])
-        assert "version 99" in refusal(path, encode(hello(protocol=99)), [])
-        assert "no hello" in refusal(path, encode(hello(client=b"short")), [])
-        assert "descriptors" in refusal(path, encode(hello(4096)), [])
-        assert "descriptors" in refusal(path, encode(hello()), [fd])
-        assert "descriptors" in refusal(path, encode(hello(4096)), [fd, fd])
-        assert "descriptors" in refusal(path, encode(hello(4096)), [fd] * 100)
-        assert "too long" in refusal(path, b"x" * (100 << 10), [])
-        assert "not sealed" in refusal(path, encode(hello(4096)), [unsealed])
-        assert "at most" in refusal(path, encode(hello(1 << 40)), [fd])
-        assert "has 4096 bytes" in refusal(path, encode(hello(8192)), [fd])
-        assert descriptors() <= before + 1
-        assert node.loop.stats()["clients"] == 1
-        assert not session.has_ended(good)
-        good.close()
-    os.close(fd)
-    os.close(unsealed)
+def test_files_that_a_cleaner_deletes_are_made_again(server: LocalServer) -> None:
+    path = socket_path(server.url)
+    with contextlib.closing(NodeClient(server.url)) as client:
+        assert client.wait_connected(PATIENCE)
+        for name in (path, path + ".lock"):
+            os.unlink(name)
+            until(lambda name=name: os.path.exists(name))
+            with Peer(server) as peer:
+                peer.greet()
+        assert client.request(Stat, NAMES[:1]).result(PATIENCE) == [SIZE]
 
 
-def test_id_that_is_taken_is_refused(tmp_path: Path) -> None:
-    with serve(tmp_path) as node:
-        path = session.socket_path(node.url)
-        mine = hello()
-        connection, _, _ = session.connect(path, mine, None, 5.0)
-        with pytest.raises(session.SessionError, match="same id"):
-            session.connect(path, mine, None, 5.0)
-        assert not session.has_ended(connection)
-        connection.close()
+def test_server_whose_place_was_taken_ends_and_leaves_it(tmp_path: Path) -> None:
+    path = tmp_path / "node" / "node.sock"
+    server = Server(f"ipc://{path}")
+    arena = Arena(1 << 20, shared=True)
+    backend = posix(tmp_path / "shelf")
+    failures: list[BaseException] = []
+    with contextlib.ExitStack() as stack:
+        from kvshelf.shelf.shelf import Shelf
+
+        shelf = stack.enter_context(Shelf(backend))
+        node = Node(shelf, arena)
+        stack.callback(arena.close)
+        stack.callback(node.close)
+
+        def run() -> None:
+            try:
+                server.run(node, arena, chunk_size=256)
+            except ConfigError as error:
+                failures.append(error)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        for name in (str(path), f"{path}.lock"):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(name)
+        # Between two looks another one may be quicker, or this one has its place again.
+        try:
+            other = Listener(str(path))
+        except ConfigError:
+            server.stop()
+            thread.join(PATIENCE)
+            server.close()
+            return
+        thread.join(PATIENCE)
+        assert "taken its place" in str(failures[0])
+        server.close()
+        assert other.in_place()
+        other.close()
 
 
-def test_whoever_says_more_than_hello_loses_the_session(tmp_path: Path) -> None:
-    with serve(tmp_path) as node:
-        connection, _, _ = session.connect(session.socket_path(node.url), hello(), None, 5.0)
-        connection.send(b"more")
-        until(lambda: not node.loop.stats()["clients"])
-        connection.close()
-
-
-OTHER_USER = """
-import os, socket, sys
-os.setgid(65534)
-os.setuid(65534)
-connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-try:
-    connection.connect(sys.argv[1])
-except PermissionError:
-    print("cannot enter")
-    sys.exit()
-connection.settimeout(10)
-print(connection.recv(4096))
-"""
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
-def test_another_user_is_refused() -> None:
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        serve(Path(folder)) as node,
-    ):
-        os.chmod(folder, 0o755)
-        path = session.socket_path(node.url) + ".session"
-
-        def as_other_user() -> str:
-            command = [sys.executable, "-S", "-E", "-c", OTHER_USER, path]
-            done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
-            return done.stdout
-
-        assert "cannot enter" in as_other_user()
-        os.chmod(os.path.dirname(path), 0o777)
-        os.chmod(path, 0o777)
-        assert "own user only" in as_other_user()
-        assert node.loop.stats()["clients"] == 0
+def test_server_whose_folder_cannot_be_made_serves_its_clients(
+    server: LocalServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = Path(socket_path(server.url))
+    with Peer(server) as peer:
+        peer.greet()
+        path.parent.rename(path.parent.with_name("elsewhere"))
+        path.parent.write_text("in the way")
+        until(lambda: "no client can connect" in caplog.text)
+        assert peer.ask(Stat(1, NAMES[:1])) == Reply(1, [SIZE])
+        path.parent.unlink()
+        until(path.exists)
+        with Peer(server) as other:
+            other.greet()

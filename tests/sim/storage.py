@@ -13,7 +13,8 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +34,16 @@ from kvshelf.backends.base import (
     delete_each,
     delete_one,
 )
+from kvshelf.backends.guard import GuardedBackend
 from kvshelf.backends.posix import PosixBackend
 from kvshelf.backends.wrappers import WrappedBackend
 from kvshelf.capacity.sweep import KEEPERS
 from kvshelf.errors import StorageError, TransientStorageError
+from kvshelf.format.keys import Chunk
+from kvshelf.format.objects import ObjectFormat
+from kvshelf.metrics import Counters
+from kvshelf.shelf.shelf import Shelf
+from kvshelf.shelf.view import NamespaceView, ObjectRef
 
 #: Properties of a storage whose probes are dear, so that its answers are remembered.
 FAR = {"probe_cost": 0.02, "concurrency": 8}
@@ -467,26 +474,14 @@ class Loan:
     name : str
     view : memoryview
         Read-only, as the memory of another process would be.
-    valid_now : bool
-        What :meth:`valid` answers.
-    asked, released : int
-        Calls of :meth:`valid` and of :meth:`release`.
+    released : int
+        Calls of :meth:`release`.
     """
 
     name: str
     data: bytearray
     view: memoryview
-    valid_now: bool = True
-    asked: int = 0
     released: int = 0
-    on_valid: Callable[[], None] = field(default=lambda: None)
-
-    def valid(self) -> bool:
-        """Answer as the test has said."""
-        assert not self.released, "asked after it was given back"
-        self.asked += 1
-        self.on_valid()
-        return self.valid_now
 
     def release(self) -> None:
         """Count, and spoil the bytes, so that a later use shows."""
@@ -511,11 +506,7 @@ class LendingMemory:
     asked : list of str
         Names of all objects that somebody wanted to pin, noted before any fault.
     loans : list of Loan
-    expected : list of pairs
-        Names and sizes of all objects that were expected.
     lends : Callable[[str], bool]
-    kept : set of str
-        Objects that are in memory, whether or not the storage has them.
     on_lend : Callable[[Loan], None]
         Called with each loan before the borrower has it.
     """
@@ -526,24 +517,9 @@ class LendingMemory:
         self.pins = True
         self.asked: list[str] = []
         self.loans: list[Loan] = []
-        self.expected: list[tuple[str, int]] = []
         self.lends: Callable[[str], bool] = lambda name: True
-        self.kept: set[str] = set()
         self.on_lend: Callable[[Loan], None] = lambda loan: None
         self._lock = threading.Lock()
-
-    def find(self, names: Sequence[str], sizes: Sequence[int]) -> StatResults:
-        """Answer for what is in memory, and ask the storage for the rest."""
-        found = self._storage.stat(names)
-        return [
-            size if name in self.kept else answer
-            for name, size, answer in zip(names, sizes, found, strict=True)
-        ]
-
-    def expect(self, names: Sequence[str], sizes: Sequence[int]) -> None:
-        """Note the names."""
-        with self._lock:
-            self.expected += zip(names, sizes, strict=True)
 
     def pin(self, name: str, size: int) -> Loan | None:
         """Lend an object, read from the storage."""
@@ -560,3 +536,51 @@ class LendingMemory:
         with self._lock:
             self.loans.append(loan)
         return loan
+
+
+class LendingView(NamespaceView):
+    """The objects of one kind on a storage, some of which lie in a memory."""
+
+    def __init__(
+        self,
+        backend: GuardedBackend,
+        fmt: ObjectFormat,
+        counters: Counters,
+        lending: LendingMemory,
+    ) -> None:
+        super().__init__(backend, fmt, counters)
+        self._lending = lending
+
+    @property
+    def pins(self) -> bool:
+        return self._lending.pins
+
+    def pin_all(
+        self, chunk: Chunk, shards: Sequence[int], *, is_early: bool = False
+    ) -> dict[int, Loan]:
+        loans: dict[int, Loan] = {}
+        try:
+            for shard in shards:
+                ref = ObjectRef(chunk, shard)
+                name, size = self.name(ref), self.size(*ref)
+                pin = partial(self._lending.pin, name, size)
+                loan = self.backend.read_by(name, size, pin)
+                if loan is not None:
+                    loans[shard] = loan
+                    self.fmt.verify(loan.view, *ref, payload=False)
+        except BaseException:
+            for loan in loans.values():
+                loan.release()
+            raise
+        return loans
+
+
+class LendingShelf(Shelf):
+    """A shelf some of whose objects lie in a memory."""
+
+    def __init__(self, backend: Backend, lending: LendingMemory, counters: Counters) -> None:
+        super().__init__(backend, counters)
+        self._lending = lending
+
+    def _make_view(self, fmt: ObjectFormat) -> NamespaceView:
+        return LendingView(self.backend, fmt, self._counters, self._lending)

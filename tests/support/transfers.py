@@ -23,17 +23,18 @@ from kvshelf.kv.device import DeviceKVCache
 from kvshelf.kv.layout import PagedLayout, native_slots_of, slots_of
 from kvshelf.kv.streams import Streams
 from kvshelf.kv.topology import ShardPlan
-from kvshelf.memory.chunk_memory import ChunkMemory, Regions
+from kvshelf.memory.arena import Arena
+from kvshelf.memory.chunk_memory import ChunkMemory
 from kvshelf.memory.ring import rounded
 from kvshelf.metrics import Counters
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.shelf.threads import StorageThreads
-from kvshelf.tiers.object_memory import ObjectMemory, PinningShelf
 from kvshelf.transfer.context import ChunkSlots, TransferContext
 from kvshelf.transfer.load import LoadPiece
 from kvshelf.transfer.loads import Loads
 from kvshelf.transfer.stores import StoreOutcome, Stores
 from kvshelf.transfer.transfers import Transfers
+from tests.sim.storage import LendingMemory, LendingShelf
 from tests.support.formats import BLOCK, HEAD_SIZE, HEADS, LAYERS, make_format
 from tests.support.waiting import PATIENCE
 
@@ -82,11 +83,11 @@ class Rig:
     #: Puts tiers in front of the shelf.
     in_front: Callable[[Shelf], Shelf] = lambda shelf: shelf
     #: In which objects lie.
-    memory: ObjectMemory | None = None
+    memory: LendingMemory | None = None
     #: Keeps what is loaded and stored.
     keeps: bool = False
-    #: Lends the memory.
-    regions: Regions | None = None
+    #: Lets a node server read the memory.
+    share: Callable[[Arena], None] | None = None
 
     def __post_init__(self) -> None:
         self.guard = GuardedBackend(self.backend, self.deadlines, self.backoff)
@@ -94,7 +95,7 @@ class Rig:
         shelf = (
             Shelf(self.guard, self.counters)
             if self.memory is None
-            else PinningShelf(self.guard, self.memory, self.counters)
+            else LendingShelf(self.guard, self.memory, self.counters)
         )
         self.shelf = self.in_front(shelf)
         shape = (self.blocks, HEADS, BLOCK, 2 * HEAD_SIZE)
@@ -116,7 +117,7 @@ class Rig:
         self.host = ChunkMemory(
             slots * self.slot_bytes,
             keeps=self.keeps,
-            regions=self.regions,
+            share=self.share,
             counters=self.counters,
         )
         self.view = self.shelf.view(self.fmt)

@@ -446,7 +446,6 @@ def test_tier_that_cannot_be_opened_is_used_when_it_can(
     assert machine.count("disk_tier_loaded_objects") == 4
 
 
-@pytest.mark.usefixtures("no_leaks")
 def test_without_a_thread_for_the_tier_only_copies_are_missing(
     remote: FaultyStorage, start: StartMachine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -25,11 +25,11 @@ from kvshelf.memory.chunk_memory import ChunkMemory
 from kvshelf.memory.ring import rounded
 from kvshelf.metrics import Counters
 from kvshelf.shelf.shelf import Shelf
-from kvshelf.tiers.object_memory import ObjectMemory, PinningShelf
 from kvshelf.transfer.context import ChunkSlots, TransferContext
 from kvshelf.transfer.load import Load
 from kvshelf.transfer.stores import StoreOutcome
 from kvshelf.transfer.transfers import Transfers
+from tests.sim.storage import LendingMemory, LendingShelf
 from tests.support.formats import format_of_kinds
 from tests.support.waiting import PATIENCE
 
@@ -96,7 +96,7 @@ class ByteTransfers:
         So many chunks of all kinds fit beside the spare slots of all load threads.
     keeps : bool
         What is loaded and stored stays in memory.
-    lending : ObjectMemory, optional
+    lending : LendingMemory, optional
         Memory in which objects of the storage lie.
     replicas : int
         So many workers hold the same shards, this one is the first.
@@ -109,7 +109,7 @@ class ByteTransfers:
     keeps: bool = False
     deadlines: Deadlines | None = None
     load_threads: int = 2
-    lending: ObjectMemory | None = None
+    lending: LendingMemory | None = None
     replicas: int = 1
     weights: str = "user:test"
     counters: Counters = field(default_factory=Counters)
@@ -119,7 +119,7 @@ class ByteTransfers:
         self.storage = (
             Shelf(self.guard, self.counters)
             if self.lending is None
-            else PinningShelf(self.guard, self.lending, self.counters)
+            else LendingShelf(self.guard, self.lending, self.counters)
         )
         self.begin(self.weights)
         sizes = [

@@ -11,10 +11,10 @@ import pytest
 
 from kvshelf.errors import TransientStorageError
 from kvshelf.format.keys import Chunk
-from kvshelf.shelf.view import ShelfView
+from kvshelf.memory.ring import Slot
 from kvshelf.tiers.disk_tier import DiskTier
 from kvshelf.tiers.tiered import TieredShelf
-from kvshelf.transfer.load import LoadPiece
+from kvshelf.transfer.loads import Reading
 from kvshelf.transfer.stores import StoreOutcome
 from tests.sim.storage import Fault, FaultyStorage, posix
 from tests.support.formats import make_format
@@ -196,10 +196,10 @@ def test_chunk_that_comes_into_memory_while_it_is_begun_is_not_read_over(
     places, (item,) = rig.context.places, rig.items([chunk], 0)
     rig.fill(item)
 
-    def put_into_memory(piece: LoadPiece) -> None:
-        """What a store of the same chunk does that ends when a thread has begun the load."""
-        if piece.started is None:
-            return
+    claim_slot = rig.loads._slot_for
+
+    def slot_for(reading: Reading) -> Slot | None:
+        """Claim a slot after a store of the same chunk, which ends when the load has begun."""
         slot = places.claim(chunk, rig.context.shares.stores)
         assert slot is not None
         rig.cache.gather(item.slots, [places.payload(slot, chunk, n) for n in range(OBJECTS)])
@@ -207,26 +207,14 @@ def test_chunk_that_comes_into_memory_while_it_is_begun_is_not_read_over(
             FMT.seal(places.view(slot, chunk, shard), chunk, shard)
         rig.host.ring.seal(slot, stays=True)
         rig.host.ring.release(rig.context.shares.stores, [slot])
+        return claim_slot(reading)
 
     with monkeypatch.context() as patch:
-        patch.setattr(rig.loads, "_announce", put_into_memory)
+        patch.setattr(rig.loads, "_slot_for", slot_for)
         storage.add(Fault("read", damage=bytearray.reverse))
         assert rig.load([chunk], 100)[0].failed_at == 0
     # What lies in memory is still right.
     rig.comes_back([chunk], 200)
-
-
-def test_load_behind_chunks_in_memory_announces_few_of_these(
-    start: StartRig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    chunks, rig = stored(tmp_path, 80), start(memory_chunks=160)
-    rig.comes_back(chunks[:60], 0)
-    announced: list[Chunk] = []
-    monkeypatch.setattr(ShelfView, "expect", lambda _, chunks, shards: announced.extend(chunks))
-    rig.load(chunks, 60)
-    assert set(announced) >= set(chunks[60:])
-    # Those that the step's thread announces before anything is begun.
-    assert len([chunk for chunk in announced if chunk.index < 60]) == 16
 
 
 def test_chunk_that_a_load_wants_twice_is_loaded_into_both_places(

@@ -32,7 +32,7 @@ from kvshelf.transfer.load import Failure, Load
 from kvshelf.transfer.promises import Promises
 from kvshelf.transfer.read_ahead import ReadAhead
 from kvshelf.transfer.stores import StoreOutcome, StoreResult
-from tests.sim.storage import Fault, FaultyStorage, LendingMemory, Loan, posix
+from tests.sim.storage import Fault, FaultyStorage, LendingMemory, posix
 from tests.support.prompts import make_chunks, prompt
 from tests.support.threads import none_can_be_started
 from tests.support.waiting import PATIENCE, until
@@ -138,8 +138,6 @@ class TransferModel(RuleBasedStateMachine):
         self.is_calm = True
         #: When objects last came onto the shelf.
         self.changed_at = 0.0
-        #: Loans were taken back: their bytes are wrong, and may get into chunks that failed.
-        self.takes_back = False
         self.numbers = itertools.count(1)
         self.loads: dict[str, RunningLoad] = {}
         self.ended: list[tuple[RunningLoad, list[dict[int, bytes]]]] = []
@@ -424,20 +422,10 @@ class TransferModel(RuleBasedStateMachine):
         """Let all calls that hang go on."""
         self.storage.let_go()
 
-    @rule(share=st.integers(0, 3), every=st.sampled_from([0, 2, 3]))
-    def lend(self, share: int, every: int) -> None:
-        """Lend a part of the objects from now on, and take some of the loans back while in use."""
-        if every:
-            self.disturb()
-            self.takes_back = True
-
-        def take_back(loan: Loan) -> None:
-            if every and len(self.lending.loans) % every == 0:
-                loan.valid_now = False
-                loan.data[-64:] = bytes(64)
-
+    @rule(share=st.integers(0, 3))
+    def lend(self, share: int) -> None:
+        """Lend a part of the objects from now on."""
         self.lending.lends = lambda name: zlib.crc32(name.encode()) % 3 < share
-        self.lending.on_lend = take_back
 
     # ------------------------------------------------------------------------- the machine
 
@@ -473,7 +461,6 @@ class TransferModel(RuleBasedStateMachine):
         self.answer()
         self.free_memory()
         self.allow_threads()
-        self.lending.on_lend = lambda loan: None
         until(lambda: not self.notice_ends() and not self.loads, "loads end", 600.0)
         guard = self.bytes.guard
         until(lambda: guard.reads.is_closed, "loads are tried again", 600.0)
@@ -517,8 +504,7 @@ class TransferModel(RuleBasedStateMachine):
         for kind, items in running.items.items():
             piece, fmt = load.pieces[kind], self.bytes.formats[kind]
             assert piece.finished and piece.leading >= piece.wanted
-            if not self.takes_back:
-                assert all(place.has_no_wrong_bytes for place in bytes_of({kind: items}))
+            assert all(place.has_no_wrong_bytes for place in bytes_of({kind: items}))
             assert all(chunk_is_loaded(item, fmt) for item in items[: piece.leading])
             assert bool(piece.failures) == (piece.failed_at is not None)
             reasons = {failure for _, failure in piece.failures}

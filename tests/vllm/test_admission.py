@@ -11,7 +11,6 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from kvshelf.server.shelf import open_served
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.shelf.view import ObjectRef
 from kvshelf.tiers.disk_tier import DiskTier
@@ -414,7 +413,7 @@ def tiered(request: pytest.FixtureRequest, root: Path, tmp_path: Path) -> Iterat
         else:
             server = LocalServer(tmp_path / "node", posix(root), nbytes)
             stack.callback(server.close)
-            engine = Engine(root, stack.enter_context(open_served(server.url)))
+            engine = Engine(root, stack.enter_context(server.open_shelf()))
         stack.callback(engine.side.close)
         engine.learn_computing()
         yield engine

@@ -25,8 +25,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from kvshelf import assembly
 from kvshelf.backends.guard import GuardedBackend
 from kvshelf.errors import UnsupportedError
-from kvshelf.server import backend as served_backend
-from kvshelf.server import shelf as served
+from kvshelf.server import view as node_view
+from kvshelf.server.connection import NodeClient
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.vllm import connector
 from kvshelf.vllm.connector import SharedStorageConnector
@@ -282,7 +282,8 @@ def test_gpu_of_a_worker_copies_from_a_node_servers_memory(
     class AskedError(Exception):
         pass
 
-    def opening(url: str, **options: Any) -> None:
+    def opening(client: NodeClient, **options: Any) -> None:
+        client.close()
         asked.append((options["in_place"], options["device"]))
         raise AskedError
 
@@ -293,7 +294,7 @@ def test_gpu_of_a_worker_copies_from_a_node_servers_memory(
         with pytest.raises(AskedError):
             SharedStorageConnector(config, role, PagedCaches(PLAIN, 8).config)
 
-    monkeypatch.setattr(served, "open_served", opening)
+    monkeypatch.setattr(node_view, "open_served", opening)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     for available in (True, False):
         monkeypatch.setattr(torch.cuda, "is_available", lambda found=available: found)
@@ -308,17 +309,13 @@ def test_gpu_of_a_worker_copies_from_a_node_servers_memory(
 
 
 @pytest.mark.real
-def test_node_server_takes_stores_from_the_memory_of_a_worker(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # Whoever calls it fails.
-    monkeypatch.setattr(served_backend, "copy_bytes", None)
+def test_node_server_takes_stores_from_the_memory_of_a_worker(tmp_path: Path) -> None:
     with LocalServer(tmp_path / "node", tmp_path / "served") as node:
         engine = EngineModel(
             "", runner="V2 on a device", prefix_caching=False, on="cuda", server=node.url
         )
         assert run(engine, prompt(41)) == 0
-        assert node.service.stats()["stored_objects"] == 10
+        assert node.stat("stored_objects") == 10
         engine.close()
 
 

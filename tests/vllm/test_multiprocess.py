@@ -195,7 +195,7 @@ def test_code_of_the_page_runs(tmp_path: Path) -> None:
     shape = (18, 8, 16, 256)
     layers = [f"model.layers.{i}.self_attn.attn" for i in range(32)]
     theirs = {name: torch.randn(shape).bfloat16() for name in layers}
-    with LocalServer(tmp_path / "run", tmp_path / "shelf", arena_bytes=256 << 20) as server:
+    with LocalServer(tmp_path / "run", tmp_path / "shelf", memory_bytes=256 << 20) as server:
         page: dict[str, Any] = {
             "MODEL_FOLDER": str(folder),
             "request_id": "b",

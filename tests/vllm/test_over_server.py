@@ -189,5 +189,5 @@ def test_engine_is_killed_while_it_uses_the_server(
     assert node.metrics()["clients"] > 0
     one.kill()
     until(lambda: node.metrics()["clients"] == 0, "the end of a session")
-    until(lambda: node.metrics()["leases"] == 0, "no lease left")
+    until(lambda: node.metrics()["lent_bytes"] == 0, "no lease left")
     shelf.check_all()

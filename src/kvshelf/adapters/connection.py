@@ -1,33 +1,35 @@
 """What the adapters of a scheduler and of a worker have in common.
 
-Owns the connection and its namespace (:class:`Adapter`), the chunk size that server, namespace and
-engine must agree on, and the adapter's threads (:class:`AdapterThreads`).
+Owns the connection, the shelf behind it, the namespaces of both modes, and the chunk size that
+server, namespace and engine must agree on.
 
 Contracts
 ---------
 * The namespace identifies weights and layout, so the caller states it.
 * Only the constructor waits for the server, for a bounded time.
-
-Threads
--------
-Everything runs on the caller's thread, but the work that is put to the adapter's threads.
+* Everything runs on the caller's thread.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
-from queue import SimpleQueue
+import logging
 from typing import Final
 
-from kvshelf.errors import ConfigError, UnavailableStorageError
+from kvshelf.adapters.names import hashed_namespace
+from kvshelf.errors import ConfigError, UnavailableStorageError, UnsupportedError
+from kvshelf.format.kinds import FULL
 from kvshelf.format.model import ModelFacts
 from kvshelf.format.namespace import Namespace
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.format.tensors import required_field
 from kvshelf.logs import RateLimitedLog
-from kvshelf.server.interface import Channel, ServerClient
+from kvshelf.metrics import Counters
+from kvshelf.server.connection import NodeClient
+from kvshelf.server.view import NodeShelf
 
+logger = logging.getLogger("kvshelf.server.client")
+
+_LINES_PER_MINUTE: Final = 10
 #: How long an adapter's constructor waits for the server.
 CONNECT_SECONDS: Final = 10.0
 #: How the chunk size of adapters is set.
@@ -35,42 +37,6 @@ _CHUNK_SIZE: Final = (
     "start the server with another one (KVSHELF_CHUNK_SIZE in its environment, or chunk_size in the"
     " file that `kvshelf serve --config` names)"
 )
-
-
-class AdapterThreads:
-    """Daemon threads that call functions in the order in which they were put.
-
-    Parameters
-    ----------
-    count : int
-    log : RateLimitedLog
-        Gets what a function raises.
-    """
-
-    def __init__(self, count: int, log: RateLimitedLog) -> None:
-        self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._log = log
-        self._count = count
-        for number in range(count):
-            threading.Thread(target=self._run, name=f"kvshelf-client-{number}", daemon=True).start()
-
-    def put(self, work: Callable[[], None]) -> None:
-        """Let a thread call `work`."""
-        self._queue.put(work)
-
-    def close(self) -> None:
-        """End the threads when they have done what was put before. Does not wait."""
-        for _ in range(self._count):
-            self._queue.put(None)
-
-    def _run(self) -> None:
-        while (work := self._queue.get()) is not None:
-            try:
-                work()
-            except Exception as error:  # noqa: BLE001  the thread must go on
-                about = "thread", type(error)
-                self._log.error("an adapter's thread failed", exc_info=error, about=about)
-            del work
 
 
 class Adapter:
@@ -81,15 +47,14 @@ class Adapter:
     server_url : str
     model : Namespace or ModelFacts
     block_size : int
-    channel : Channel or None
+    client : NodeClient or None
         None: a connection of its own.
-    segment_bytes : int
-        Size of the shared memory of a connection of its own.
 
     Attributes
     ----------
     namespace : Namespace
-    fmt : ObjectFormat
+    fmt, hashed_fmt : ObjectFormat
+        Of chunks that tokens name, and of those that block hashes name.
     chunk_size, block_size, blocks_in_chunk : int
         Tokens in a chunk, and in a block of the engine; blocks in a chunk.
 
@@ -100,6 +65,9 @@ class Adapter:
         the server.
     UnavailableStorageError
         If facts are given and the server does not answer.
+    UnsupportedError
+        If the namespace has layers of other kinds than ``full``: an operation names blocks of one
+        cache group.
     """
 
     def __init__(
@@ -107,15 +75,15 @@ class Adapter:
         server_url: str,
         model: Namespace | ModelFacts,
         block_size: int,
-        channel: Channel | None,
-        *,
-        segment_bytes: int = 0,
+        client: NodeClient | None,
     ) -> None:
-        self._client = ServerClient(server_url, segment_bytes=segment_bytes, channel=channel)
-        self._log = self._client.log
+        self._log = RateLimitedLog(logger, _LINES_PER_MINUTE)
+        self._owns_client = client is None
+        self._client = client or NodeClient(server_url)
         try:
             self.namespace = self._namespace_of(model)
             self.fmt = ObjectFormat(self.namespace)
+            self.hashed_fmt = ObjectFormat(hashed_namespace(self.namespace))
             self.chunk_size = self.fmt.chunk_size
             if block_size < 1 or self.chunk_size % block_size:
                 raise ConfigError(
@@ -123,24 +91,42 @@ class Adapter:
                     f" engine's block size {block_size}: {_CHUNK_SIZE}, or start the engine with"
                     " another block size"
                 )
+            if self.fmt.kinds != (FULL,):
+                raise UnsupportedError(
+                    f"the namespace has layers of kind {', '.join(self.fmt.kinds)}, but an"
+                    " operation names blocks of one cache group: use kvshelf's connector with the"
+                    " option server"
+                )
         except BaseException:
-            self._client.close()
+            self._close_client()
             raise
         self.block_size = block_size
         self.blocks_in_chunk = self.chunk_size // block_size
-        self._client.register(self.namespace)
+        self._counters = Counters()
 
     def __repr__(self) -> str:
-        state = "connected" if self._client.channel.connected else "not connected"
+        state = "connected" if self._client.is_connected else "not connected"
         return f"<{type(self).__name__} of {self._client.url}, {self.namespace.folder}, {state}>"
 
     def num_blocks_per_chunk(self) -> int:
         """Return the number of the engine's blocks in a chunk."""
         return self.blocks_in_chunk
 
+    def _open_shelves(self, *, in_place: bool = True) -> tuple[NodeShelf, NodeShelf]:
+        """Return the shelves of chunks that tokens name, and of those that block hashes name."""
+        return (
+            NodeShelf(self._client, self._counters, in_place=in_place),
+            NodeShelf(self._client, self._counters, in_place=in_place, is_volatile=True),
+        )
+
+    def _close_client(self) -> None:
+        """End the connection, unless it is another's."""
+        if self._owns_client:
+            self._client.close()
+
     def _namespace_of(self, model: Namespace | ModelFacts) -> Namespace:
-        self._client.channel.wait_connected(CONNECT_SECONDS)
-        welcome = self._client.channel.welcome
+        self._client.wait_connected(CONNECT_SECONDS)
+        welcome = self._client.welcome
         if welcome is None:
             text = f"the node server at {self._client.url} does not answer"
             if not isinstance(model, Namespace):
@@ -152,10 +138,10 @@ class Adapter:
             return model
         if not isinstance(model, Namespace):
             return model.namespace(chunk_size=welcome.chunk_size)
-        own = required_field(model.record, "chunk_size")
-        if welcome.chunk_size != own:
+        chunk_size = required_field(model.record, "chunk_size")
+        if welcome.chunk_size != chunk_size:
             raise ConfigError(
                 f"the chunk size of the server is {welcome.chunk_size} tokens, that of the"
-                f" namespace is {own}: use one for both, or {_CHUNK_SIZE}"
+                f" namespace is {chunk_size}: use one for both, or {_CHUNK_SIZE}"
             )
         return model

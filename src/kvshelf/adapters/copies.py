@@ -17,14 +17,14 @@ Any thread may call all methods, and use :attr:`EngineCaches.memory`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from kvshelf.adapters.names import check_hash, check_mode, striding_block_hashes
+from kvshelf.adapters.names import check_mode
 from kvshelf.errors import ConfigError
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.format.tensors import native_block_size, required_field
@@ -66,25 +66,6 @@ class LoadStoreOp:
 
     def __len__(self) -> int:
         return len(self.block_ids)
-
-
-@dataclass(frozen=True, slots=True)
-class ChunkCopy:
-    """One chunk of an operation.
-
-    Attributes
-    ----------
-    number : int
-        Counted from the operation's first chunk.
-    slots : Tensor
-        As :meth:`kvshelf.kv.caches.KVMemory.gather` takes them.
-    shards : tuple of int
-        What to store, or to load.
-    """
-
-    number: int
-    slots: Tensor
-    shards: tuple[int, ...]
 
 
 class EngineCaches:
@@ -134,13 +115,13 @@ class EngineCaches:
         native = native_block_size(stored[fmt.layer_numbers(shard)[0]]) is not None
         runs: list[LayerRun] = []
         for number, name in enumerate(names):
-            own = layouts[name]
-            if native and isinstance(own, PermutedLayout):
-                own = own.as_blocks()
-            if runs and runs[-1].layout == own:
+            layout_of_layer = layouts[name]
+            if native and isinstance(layout_of_layer, PermutedLayout):
+                layout_of_layer = layout_of_layer.as_blocks()
+            if runs and runs[-1].layout == layout_of_layer:
                 runs[-1].caches.append(kv_caches[name])
             else:
-                runs.append(LayerRun(number, [kv_caches[name]], own))
+                runs.append(LayerRun(number, [kv_caches[name]], layout_of_layer))
         self._fmt = fmt
         self._plan = plan
         self._block_size = block_size
@@ -153,8 +134,10 @@ class EngineCaches:
         """Where the caches are."""
         return self._device
 
-    def copies(self, op: LoadStoreOp, *, store: bool) -> list[ChunkCopy]:
-        """Return what a store, or a load, copies of the caches: the whole chunks of its tokens.
+    def slots(self, op: LoadStoreOp, *, is_store: bool) -> list[Tensor]:
+        """Return the slots of the chunks of an operation, the whole chunks of its tokens.
+
+        Those that a load skips are −1.
 
         Raises
         ------
@@ -162,50 +145,40 @@ class EngineCaches:
             If the operation is malformed, or the caches do not have its blocks.
         """
         size = self._fmt.chunk_size
-        places = self._places(op)
-        first = 0 if store else op.skip_first_n_tokens
-        mapping = slots_of(op.block_ids, self._block_size, 0, len(places) * size)
-        mapping[:first] = -1
+        chunks = self._count_chunks(op)
+        mapping = slots_of(op.block_ids, self._block_size, 0, chunks * size)
+        if not is_store:
+            mapping[: op.skip_first_n_tokens] = -1
         slots = with_slots(self._fmt, self.memory, mapping, self._num_slots).slots
-        copies = []
-        for number, place in enumerate(places):
-            shards = self._plan.writes(place) if store else self._plan.shards
-            if shards and (number + 1) * size > first:
-                copies.append(ChunkCopy(number, slots(number * size, (number + 1) * size), shards))
-        return copies
+        return [slots(start, start + size) for start in range(0, chunks * size, size)]
 
-    def _places(self, op: LoadStoreOp) -> Sequence[int]:
-        """Return a number for each chunk, by which workers with the same heads share stores."""
+    def _count_chunks(self, op: LoadStoreOp) -> int:
+        """Return the number of whole chunks of an operation, which is checked."""
         check_mode("an operation", op.block_hashes, op.token_ids)
         size = self._fmt.chunk_size
         per_chunk = size // self._block_size
-        places: Sequence[int]
-        if op.token_ids is not None:
-            if op.start % size or not 0 <= op.start <= op.end <= len(op.token_ids):
-                raise ValueError(
-                    f"tokens {op.start} … {op.end} of {len(op.token_ids)}: expected a range that"
-                    f" begins at a multiple of the chunk size {size}"
-                )
-            places = range(op.start // size, op.end // size)
-        else:
+        if op.token_ids is None:
             assert op.block_hashes is not None
-            # All of them know the hashes, but not where in the prompt these are.
-            hashes = striding_block_hashes(op.block_hashes, per_chunk)
-            places = [int.from_bytes(check_hash(one), "little") for one in hashes]
-        if len(op.block_ids) < len(places) * per_chunk:
+            chunks = len(op.block_hashes) // per_chunk
+        elif op.start % size or not 0 <= op.start <= op.end <= len(op.token_ids):
             raise ValueError(
-                f"{len(op.block_ids)} blocks for {len(places)} chunks of {per_chunk} blocks:"
-                f" expected {len(places) * per_chunk}"
+                f"tokens {op.start} … {op.end} of {len(op.token_ids)}: expected a range that"
+                f" begins at a multiple of the chunk size {size}"
             )
-        return places
+        else:
+            chunks = op.end // size - op.start // size
+        if len(op.block_ids) < chunks * per_chunk:
+            raise ValueError(
+                f"{len(op.block_ids)} blocks for {chunks} chunks of {per_chunk} blocks:"
+                f" expected {chunks * per_chunk}"
+            )
+        return chunks
 
-    def blocks(self, op: LoadStoreOp, chunks: Sequence[int]) -> set[int]:
-        """Return the blocks of an operation's chunks that a load writes to."""
+    def blocks(self, op: LoadStoreOp, chunks: int) -> list[set[int]]:
+        """Return the blocks of each of an operation's chunks that a load writes to."""
         per_chunk = self._fmt.chunk_size // self._block_size
         first = op.skip_first_n_tokens // self._block_size
-        return {
-            op.block_ids[place]
-            for chunk in chunks
-            for place in range(chunk * per_chunk, (chunk + 1) * per_chunk)
-            if place >= first
-        }
+        return [
+            {op.block_ids[place] for place in range(start, start + per_chunk) if place >= first}
+            for start in range(0, chunks * per_chunk, per_chunk)
+        ]

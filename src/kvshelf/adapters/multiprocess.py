@@ -25,8 +25,7 @@ from torch import Tensor
 
 from kvshelf.adapters.copies import Layout, LoadStoreOp
 from kvshelf.adapters.scheduler import LOOKUP_SECONDS, SchedulerAdapter
-from kvshelf.adapters.transfers import Event
-from kvshelf.adapters.worker import OPERATION_SECONDS, WorkerAdapter
+from kvshelf.adapters.worker import OPERATION_SECONDS, Event, WorkerAdapter
 from kvshelf.cache import PromptIdentity
 from kvshelf.errors import ConfigError
 from kvshelf.format.kinds import FULL

@@ -1,34 +1,29 @@
-"""The names of a chunk's objects at the node server, by tokens or by an engine's block hashes.
+"""The chunks of a prompt at the node server, by tokens or by an engine's block hashes.
 
-Owns both modes. With *tokens*, a chunk's objects are those of the format: their names come from the
-chain of chunk keys, and every engine and program with this namespace shares them. With *block
-hashes*, an engine names a chunk by the hash of its last block. Such a hash stands for the tokens
-and what else the engine puts into it, but for neither weights nor layout: the namespace's digest
-stands before it. No object of the format has such a name, and the server keeps it in memory only.
+Owns both modes. With *tokens*, a chunk is that of the format, and every engine and program with
+this namespace shares it. With *block hashes*, an engine names a chunk by the hash of its last
+block. Such a hash stands for the tokens and what else the engine puts into it, but for neither
+weights nor layout. So its chunks lie in a namespace of their own, which is that of the model with
+another version, and which is volatile: the server keeps its objects in memory alone.
 
 Contracts
 ---------
-* Names are pure functions of namespace and prompt.
-* A chunk exists when all of its names do: every shard of every kind of KV.
-
-Threads
--------
-Any thread may call everything.
+* Chunks are pure functions of namespace and prompt.
+* Any thread may call everything.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from itertools import islice
-from typing import Final, TypeAlias
+from typing import Final
 
 from kvshelf.cache import PromptIdentity
 from kvshelf.format.keys import Chunk, KeyChain
-from kvshelf.format.names import object_name
+from kvshelf.format.names import object_names
+from kvshelf.format.namespace import Namespace
 from kvshelf.format.objects import ObjectFormat
-
-#: A chunk by its tokens, or by the hash of its last block.
-NamedChunk: TypeAlias = "Chunk | bytes"
 
 #: A prompt that its tokens identify.
 PLAIN: Final = PromptIdentity()
@@ -71,59 +66,69 @@ def check_mode(
         )
 
 
-def chunks_of(
-    fmt: ObjectFormat, token_ids: Sequence[int], end: int, identity: PromptIdentity
-) -> list[Chunk]:
-    """Return the whole chunks of the first `end` tokens of a prompt.
+def hashed_namespace(namespace: Namespace) -> Namespace:
+    """Return the namespace of a model's chunks that block hashes name."""
+    record = {**namespace.record}
+    record["version"] = f"{record.get('version', '')} by block hashes"
+    return Namespace(record, namespace.slug)
 
-    Takes about 5 µs for a chunk of 256 tokens.
 
-    Raises
-    ------
-    ValueError
-        If a token is no token id.
-    """
-    chain = KeyChain(
+def token_chain(fmt: ObjectFormat, identity: PromptIdentity) -> KeyChain:
+    """Return the keys of a prompt, still without tokens."""
+    return KeyChain(
         fmt.namespace.digest,
         fmt.chunk_size,
         salt=identity.salt,
         lora_digest=identity.lora_digest,
         items=identity.items,
     )
-    return chain.extend(token_ids[: end // fmt.chunk_size * fmt.chunk_size])
 
 
-def names_of(fmt: ObjectFormat, chunk: NamedChunk) -> list[str]:
-    """Return the names of all objects of a chunk: every shard of every kind.
-
-    Raises
-    ------
-    ValueError
-        As :func:`check_hash`.
-    """
-    return [
-        name_of(fmt.of(kind), chunk, shard)
-        for kind in fmt.kinds
-        for shard in range(fmt.of(kind).shards)
-    ]
-
-
-def name_of(fmt: ObjectFormat, chunk: NamedChunk, shard: int) -> str:
-    """Return the name of one object: the format's, or with a block hash one in memory only."""
-    if isinstance(chunk, Chunk):
-        return f"{fmt.namespace.folder}/{object_name(chunk, shard, fmt.shards, fmt.kind)}"
-    digest = fmt.namespace.digest.hex()
-    return f"hash/{digest}/{check_hash(chunk).hex()}/{fmt.kind}-{shard}of{fmt.shards}"
-
-
-def check_hash(block_hash: bytes) -> bytes:
-    """Return a block hash.
+def hashed_chunk(fmt: ObjectFormat, block_hash: bytes) -> Chunk:
+    """Return the chunk that the hash of its last block names.
 
     Raises
     ------
     ValueError
-        If it is empty or longer than :data:`MAX_HASH`.
+        If the hash is empty or longer than :data:`MAX_HASH`.
     """
     if not 0 < len(block_hash) <= MAX_HASH:
         raise ValueError(f"a block hash of {len(block_hash)} bytes: expected 1 to {MAX_HASH}")
-    return block_hash
+    key = hashlib.sha256(fmt.namespace.digest + block_hash).digest()
+    # Workers with the same heads share stores by the index.
+    index = int.from_bytes(key[:4], "little")
+    return Chunk(key, bytes(32), index, fmt.chunk_size)
+
+
+class HashChain(KeyChain):
+    """The chunks that block hashes name, as a lookup makes them: a hash is its token.
+
+    Parameters
+    ----------
+    fmt : ObjectFormat
+    hashes : Sequence of bytes
+        One for each chunk.
+    """
+
+    def __init__(self, fmt: ObjectFormat, hashes: Sequence[bytes]) -> None:
+        super().__init__(fmt.namespace.digest, 1)
+        self._fmt = fmt
+        self._hashes = hashes
+
+    @property
+    def tokens(self) -> int:
+        """Number of chunks so far."""
+        return len(self.chunks)
+
+    def extend(self, tokens: Sequence[int]) -> list[Chunk]:
+        """Append the chunks of the hashes with these numbers."""
+        chunks = [hashed_chunk(self._fmt, self._hashes[number]) for number in tokens]
+        self.chunks += chunks
+        return chunks
+
+
+def names_of(fmt: ObjectFormat, chunks: Sequence[Chunk]) -> list[str]:
+    """Return the names of all objects of some chunks."""
+    refs = [(chunk, shard) for chunk in chunks for shard in range(fmt.shards)]
+    folder = fmt.namespace.folder
+    return [f"{folder}/{name}" for name in object_names(refs, fmt.shards, fmt.kind)]

@@ -1,9 +1,8 @@
 """Stores and loads under way: when each ends, and when the blocks of a request may be released.
 
-Owns the end of one operation (:class:`Operation`), and the bookkeeping of all of a worker
-(:class:`Operations`): in every step an engine asks which of its finished requests have no store
-under way any more, which loads have ended, and which blocks they did not fill. Neither KV nor a
-server is known here.
+Owns the bookkeeping of all operations of a worker: in every step an engine asks which of its
+finished requests have no store under way any more, which loads have ended, and which blocks they
+did not fill. Neither KV nor a server is known here.
 
 Contracts
 ---------
@@ -14,10 +13,7 @@ Contracts
 * Whatever the outcome of an operation, its end counts. It ends once, at the latest after its
   deadline, and never while a thread or the GPU accesses the engine's memory for it.
 * The blocks that a load did not fill are known before its request is named.
-
-Threads
--------
-Any thread may call everything.
+* Any thread may call everything.
 """
 
 from __future__ import annotations
@@ -25,7 +21,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Final
 
 #: Requests that were named and may be reported again. With asynchronous scheduling vLLM reports a
@@ -33,84 +30,38 @@ from typing import Final
 _REMEMBERED: Final = 16384
 
 
+@dataclass(eq=False, slots=True)
 class Operation:
     """A store or a load of one request, until it accesses no memory of the engine any more.
 
-    A part is one shard of one chunk.
-
-    Parameters
+    Attributes
     ----------
     request_id : str
     deadline : float
-        When it ends at the latest, by ``time.monotonic``; :meth:`expire` is called then.
-    parts : Mapping[int, int]
-        Parts of each chunk.
-    on_end : Callable
-        Called once, on the thread that ends the operation.
+        When it ends at the latest, by ``time.monotonic``.
+    is_store : bool
+    blocks : Sequence of set of int
+        Of each chunk, the blocks that a load writes to.
+    unfinished : set of int
+        The chunks that have no outcome yet.
+    failed : set of int
+        Those that failed.
+    accesses : int
+        Threads that access the engine's memory.
+    is_expired : bool
+        Nothing more may begin for it.
+    is_over : bool
     """
 
-    def __init__(
-        self,
-        request_id: str,
-        deadline: float,
-        parts: Mapping[int, int],
-        on_end: Callable[[Operation], None],
-    ) -> None:
-        self.request_id = request_id
-        self.deadline = deadline
-        self._on_end = on_end
-        self._lock = threading.Lock()
-        #: Parts of each chunk that have not succeeded.
-        self._lacks = dict(parts)
-        self._left = sum(parts.values())
-        self._accesses = 0
-        self._expired = False
-        self._ended = False
-
-    @property
-    def ended(self) -> bool:
-        """Whether it has ended, or will once nothing accesses the engine's memory."""
-        return self._ended or self._expired
-
-    @property
-    def failed(self) -> list[int]:
-        """The chunks that lack a part."""
-        return [chunk for chunk, parts in self._lacks.items() if parts]
-
-    def part_ended(self, chunk: int, ok: bool) -> None:
-        """Count a part that has ended."""
-        with self._lock:
-            self._left -= 1
-            if ok and not self._expired:
-                self._lacks[chunk] -= 1
-        self._finish()
-
-    def acquire(self) -> bool:
-        """Whether the engine's memory may be accessed; if so, :meth:`release` follows."""
-        with self._lock:
-            if self._expired:
-                return False
-            self._accesses += 1
-            return True
-
-    def release(self) -> None:
-        """Note that one access to the engine's memory is over."""
-        with self._lock:
-            self._accesses -= 1
-        self._finish()
-
-    def expire(self) -> None:
-        """End with what has succeeded so far, once nothing accesses the engine's memory."""
-        with self._lock:
-            self._expired = True
-        self._finish()
-
-    def _finish(self) -> None:
-        with self._lock:
-            if self._ended or self._accesses or (self._left and not self._expired):
-                return
-            self._ended = True
-        self._on_end(self)
+    request_id: str
+    deadline: float
+    is_store: bool
+    blocks: Sequence[set[int]]
+    unfinished: set[int] = field(default_factory=set)
+    failed: set[int] = field(default_factory=set)
+    accesses: int = 0
+    is_expired: bool = False
+    is_over: bool = False
 
 
 class Operations:
@@ -118,24 +69,17 @@ class Operations:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._closed = False
-        self._stores: set[Operation] = set()
-        self._loads: set[Operation] = set()
+        self._is_closed = False
+        self._running: set[Operation] = set()
         #: Finished requests with stores under way, and those that were named.
-        self._waiting: set[str] = set()
+        self._finished: set[str] = set()
         self._named: OrderedDict[str, None] = OrderedDict()
         #: Requests whose loads have ended, and the blocks that loads did not fill.
         self._loaded: set[str] = set()
         self._failed_blocks: set[int] = set()
 
     def begin(
-        self,
-        request_id: str,
-        seconds: float,
-        parts: Mapping[int, int],
-        on_end: Callable[[Operation], Iterable[int]],
-        *,
-        store: bool,
+        self, request_id: str, seconds: float, blocks: Sequence[set[int]], *, is_store: bool
     ) -> Operation:
         """Begin an operation.
 
@@ -144,43 +88,83 @@ class Operations:
         request_id : str
         seconds : float
             How long it may take.
-        parts : Mapping[int, int]
-            Parts of each chunk.
-        on_end : Callable
-            Called once, before the end counts, on the thread that ends the operation. Returns the
-            blocks that a load did not fill.
-        store : bool
-            Whether this is a store.
+        blocks : Sequence of set of int
+            See :class:`Operation`; one set for each chunk. An operation without chunks ends at
+            once.
+        is_store : bool
 
         Raises
         ------
         ValueError
             After :meth:`close`.
         """
-        running = self._stores if store else self._loads
-
-        def ended(operation: Operation) -> None:
-            failed = on_end(operation)
-            with self._changed:
-                running.discard(operation)
-                if not store:
-                    self._failed_blocks.update(failed)
-                    if all(one.request_id != request_id for one in running):
-                        self._loaded.add(request_id)
-                self._changed.notify_all()
-
-        operation = Operation(request_id, time.monotonic() + seconds, parts, ended)
+        operation = Operation(request_id, time.monotonic() + seconds, is_store, blocks)
+        operation.unfinished.update(range(len(blocks)))
         with self._changed:
-            if self._closed:
+            if self._is_closed:
                 raise ValueError("this adapter was shut down")
-            running.add(operation)
-            if store:
+            self._running.add(operation)
+            if is_store:
                 self._named.pop(request_id, None)
             else:
                 self._loaded.discard(request_id)
+            self._end_if_over(operation)
         return operation
 
-    def finished(self, request_ids: Iterable[str]) -> set[str]:
+    def enter(self, operation: Operation) -> bool:
+        """Whether the engine's memory may be accessed; if so, :meth:`leave` follows."""
+        with self._changed:
+            operation.accesses += not operation.is_expired
+            return not operation.is_expired
+
+    def leave(self, operation: Operation) -> None:
+        """Note that one access to the engine's memory is over."""
+        with self._changed:
+            operation.accesses -= 1
+            self._end_if_over(operation)
+
+    def end_chunk(self, operation: Operation, number: int, *, is_done: bool) -> None:
+        """Note that a chunk was stored or loaded, or was not."""
+        with self._changed:
+            if number in operation.unfinished and not operation.is_over:
+                operation.unfinished.discard(number)
+                if not is_done:
+                    operation.failed.add(number)
+                self._end_if_over(operation)
+
+    def expire(self, operation: Operation) -> None:
+        """Fail the chunks without an outcome; end the operation once nothing accesses memory."""
+        with self._changed:
+            operation.is_expired = True
+            operation.failed |= operation.unfinished
+            operation.unfinished.clear()
+            self._end_if_over(operation)
+
+    def late(self) -> list[Operation]:
+        """Return the operations whose time is over."""
+        now = time.monotonic()
+        with self._changed:
+            return [
+                operation
+                for operation in self._running
+                if operation.deadline <= now and not operation.is_expired
+            ]
+
+    def _end_if_over(self, operation: Operation) -> None:
+        """Count the end of an operation. Holds the lock."""
+        if operation.unfinished or operation.accesses or operation.is_over:
+            return
+        operation.is_over = True
+        self._running.discard(operation)
+        if not operation.is_store:
+            for number in operation.failed:
+                self._failed_blocks |= operation.blocks[number]
+            request_id = operation.request_id
+            if all(load.is_store or load.request_id != request_id for load in self._running):
+                self._loaded.add(request_id)
+        self._changed.notify_all()
+
+    def take_finished(self, request_ids: Iterable[str]) -> set[str]:
         """Return the requests whose blocks may be released now.
 
         Parameters
@@ -189,9 +173,10 @@ class Operations:
             The requests that the engine has finished since the last call.
         """
         with self._changed:
-            self._waiting.update(one for one in request_ids if one not in self._named)
-            ready = self._waiting - {one.request_id for one in self._stores}
-            self._waiting -= ready
+            self._finished.update(name for name in request_ids if name not in self._named)
+            storing = {store.request_id for store in self._running if store.is_store}
+            ready = self._finished - storing
+            self._finished -= ready
             self._named.update(dict.fromkeys(ready))
             while len(self._named) > _REMEMBERED:
                 self._named.popitem(last=False)
@@ -212,36 +197,17 @@ class Operations:
             failed, self._failed_blocks = self._failed_blocks, set()
             return failed
 
-    def expire_late(self) -> None:
-        """End those whose time is over."""
-        now = time.monotonic()
-        for operation in self._running():
-            if operation.deadline <= now:
-                operation.expire()
-
-    def _running(self) -> set[Operation]:
+    def close(self, seconds: float) -> None:
+        """Begin nothing more, and wait for stores for at most so many seconds."""
         with self._changed:
-            return self._stores | self._loads
+            self._is_closed = True
+            self._changed.wait_for(
+                lambda: not any(operation.is_store for operation in self._running), seconds
+            )
 
-    def close(self, seconds: float) -> bool:
-        """Begin nothing more, wait, end what has not ended, and wait again; False if closed before.
-
-        Parameters
-        ----------
-        seconds : float
-            Longest time of each wait. Afterwards only an operation that still accesses the
-            engine's memory has not ended.
-        """
+    def expire_all(self) -> None:
+        """End all operations, each once nothing accesses memory for it."""
         with self._changed:
-            if self._closed:
-                return False
-            self._closed = True
-        self._wait(seconds)
-        for operation in self._running():
-            operation.expire()
-        self._wait(seconds)
-        return True
-
-    def _wait(self, seconds: float) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: not self._stores and not self._loads, seconds)
+            running = list(self._running)
+        for operation in running:
+            self.expire(operation)

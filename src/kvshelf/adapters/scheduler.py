@@ -1,6 +1,6 @@
 """The adapter of an engine's scheduler: looks prompts up at a node server.
 
-Owns :class:`SchedulerAdapter`: the lookups of requests, their answers, and the leases of what was
+Owns :class:`SchedulerAdapter`: the lookups of requests, their answers, and the locks of what was
 found. ``README.md`` compares it with vLLM's LMCache adapter
 (vllm/distributed/kv_transfer/kv_connector/v1/lmcache_integration/multi_process_adapter.py).
 
@@ -11,8 +11,8 @@ Contracts
 
 Threads
 -------
-The methods are called by one thread, that of the scheduler's step. The thread
-``kvshelf-client-0`` derives keys; the channel's thread notes answers.
+The methods are called by one thread, that of the scheduler's step. The threads of
+:mod:`kvshelf.shelf.lookup` derive keys, search and note answers.
 """
 
 from __future__ import annotations
@@ -20,23 +20,27 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Final
 
-from kvshelf.adapters.connection import Adapter, AdapterThreads
+from kvshelf.adapters.connection import Adapter
 from kvshelf.adapters.names import (
     PLAIN,
-    NamedChunk,
+    HashChain,
     check_mode,
-    chunks_of,
     names_of,
     striding_block_hashes,
+    token_chain,
 )
 from kvshelf.cache import PromptIdentity
+from kvshelf.format.keys import Chunk, KeyChain
 from kvshelf.format.model import ModelFacts
 from kvshelf.format.namespace import Namespace
-from kvshelf.server.interface import Channel
+from kvshelf.format.objects import ObjectFormat
+from kvshelf.server.connection import NodeClient
+from kvshelf.server.view import NodeShelf
+from kvshelf.shelf.failed_keys import FailedKeys
+from kvshelf.shelf.lookup import Lookup, LookupService
 
 #: How long a lookup may take, unless it is stated.
 LOOKUP_SECONDS: Final = 2.0
@@ -44,25 +48,24 @@ LOOKUP_SECONDS: Final = 2.0
 
 @dataclass(eq=False, slots=True)
 class _PromptLookup:
-    """The lookup of one request, and its leases.
+    """The lookup of one request.
 
-    The adapter's lock guards the fields below `leased_until`.
+    The adapter's lock guards `hit`, `chunks` and `is_over`.
     """
 
     #: Without an answer by then, nothing was found.
     deadline: float
-    #: All leases are over by then.
-    leased_until: float
+    fmt: ObjectFormat
     #: Tokens that were found; None while there is no answer.
     hit: int | None = None
-    #: The names of each chunk that is asked for, then of each that is leased, by its number.
-    chains: dict[int, list[str]] = field(default_factory=dict)
-    #: The session that has the leases; empty when there are none.
-    session: str = ""
+    #: The chunks of the hit that are locked, by their numbers.
+    chunks: dict[int, Chunk] = field(default_factory=dict)
+    #: Its session has ended.
+    is_over: bool = False
 
 
 class SchedulerAdapter(Adapter):
-    """Looks prompts up at a node server, which leases what it finds until it is loaded.
+    """Looks prompts up at a node server, which keeps what it finds in memory until it is loaded.
 
     Parameters
     ----------
@@ -74,7 +77,7 @@ class SchedulerAdapter(Adapter):
         Tokens in a block of the engine; a divisor of the chunk size.
     timeout_s : float
         A lookup that has no answer after so many seconds, 2 by default, finds nothing.
-    channel : Channel, optional
+    client : NodeClient, optional
         A connection that other adapters of this process use too. Its owner closes it.
 
     Attributes
@@ -93,6 +96,8 @@ class SchedulerAdapter(Adapter):
         another one than the server.
     UnavailableStorageError
         If facts are given and the server does not answer.
+    UnsupportedError
+        If the namespace has several kinds of KV.
     """
 
     def __init__(
@@ -102,15 +107,16 @@ class SchedulerAdapter(Adapter):
         block_size: int,
         *,
         timeout_s: float = LOOKUP_SECONDS,
-        channel: Channel | None = None,
+        client: NodeClient | None = None,
     ) -> None:
-        super().__init__(server_url, model, block_size, channel)
+        super().__init__(server_url, model, block_size, client)
         self._timeout = timeout_s
         self._lock = threading.Lock()
         self._lookups: dict[str, _PromptLookup] = {}
-        #: Lookups that may have leases, the oldest first; also those that were cleaned up.
-        self._leased: dict[str, _PromptLookup] = {}
-        self._threads = AdapterThreads(1, self._log)
+        #: Lookups whose session has not ended, also those that were cleaned up.
+        self._sessions: dict[str, _PromptLookup] = {}
+        self._token_shelf, self._hash_shelf = self._open_shelves()
+        self._services: dict[bytes, LookupService] = {}
 
     def maybe_submit_lookup_request(
         self,
@@ -122,8 +128,8 @@ class SchedulerAdapter(Adapter):
     ) -> None:
         """Start to look a prompt up, unless this request has a lookup. Never waits.
 
-        The server leases the chunks that it finds until a worker has fetched them for the request
-        of this id, :meth:`free_lookup_locks`, :meth:`end_session`, or for the time of a lease.
+        The server keeps the chunks that it finds in memory until :meth:`free_lookup_locks`,
+        :meth:`end_session`, or for 30 s.
 
         Parameters
         ----------
@@ -145,76 +151,56 @@ class SchedulerAdapter(Adapter):
         if request_id in self._lookups:
             return
         check_mode(f"the lookup of request {request_id!r}", block_hashes, token_ids)
-        derive: Callable[[], Sequence[NamedChunk]]
+        tokens: Sequence[int]
+        make_chain: Callable[[], KeyChain]
         if block_hashes is not None:
+            fmt, shelf = self.hashed_fmt, self._hash_shelf
             hashes = striding_block_hashes(block_hashes, self.blocks_in_chunk)
-            chunks = len(hashes)
+            tokens = range(len(hashes))
 
-            def derive() -> Sequence[NamedChunk]:
-                return hashes
+            def make_chain() -> KeyChain:
+                return HashChain(self.hashed_fmt, hashes)
 
         else:
             assert token_ids is not None
-            tokens = list(token_ids)
-            chunks = len(tokens) // self.chunk_size
+            fmt, shelf = self.fmt, self._token_shelf
+            # The engine may change them afterwards.
+            tokens = list(token_ids[: len(token_ids) // self.chunk_size * self.chunk_size])
 
-            def derive() -> Sequence[NamedChunk]:
-                return chunks_of(self.fmt, tokens, len(tokens), identity)
+            def make_chain() -> KeyChain:
+                return token_chain(self.fmt, identity)
 
-        now = time.monotonic()
-        welcome = self._client.channel.welcome
-        lookup = _PromptLookup(now + self._timeout, now + self._timeout)
+        lookup = _PromptLookup(time.monotonic() + self._timeout, fmt)
         self._lookups[request_id] = lookup
-        if not chunks or welcome is None or not self._client.channel.connected:
+        if not tokens or not self._client.is_connected:
             lookup.hit = 0
             return
-        lookup.leased_until += welcome.lease_seconds
-        lookup.session = request_id
-        self._forget_ended_leases(now)
-        self._leased[request_id] = lookup
-        self._threads.put(lambda: self._ask(lookup, request_id, derive))
+        self._sessions[request_id] = lookup
+        self._service(fmt, shelf).submit(
+            tokens, make_chain, on_done=lambda done: self._note_answer(lookup, request_id, done)
+        )
 
-    def _forget_ended_leases(self, now: float) -> None:
-        """Forget lookups whose leases are over."""
-        while self._leased:
-            oldest = next(iter(self._leased))
-            if self._leased[oldest].leased_until > now:
-                return
-            del self._leased[oldest]
+    def _service(self, fmt: ObjectFormat, shelf: NodeShelf) -> LookupService:
+        """Return the lookups of one mode; start them with the first one."""
+        service = self._services.get(fmt.namespace.digest)
+        if service is None:
+            # Objects come and go in the server's memory: no answer is remembered.
+            service = LookupService(
+                shelf.view(fmt), failed=FailedKeys(), counters=self._counters, remembers=False
+            )
+            self._services[fmt.namespace.digest] = service
+        return service
 
-    def _ask(
-        self, lookup: _PromptLookup, request_id: str, derive: Callable[[], Sequence[NamedChunk]]
-    ) -> None:
-        """Derive the names and send them. Adapter's thread."""
-        chains: list[list[str]] = []
-        try:
-            chains = [names_of(self.fmt, chunk) for chunk in derive()]
-        except Exception as error:  # noqa: BLE001  tokens may be anything
-            self._log.warning("request %s was not looked up: %s", request_id, error)
+    def _note_answer(self, lookup: _PromptLookup, request_id: str, done: Lookup) -> None:
+        """Note the answer, and have what was found kept in memory. A thread of lookups."""
+        chunks = [] if done.chain is None else done.chain.chunks[: done.hit_chunks]
         with self._lock:
-            if not chains:
-                lookup.hit = 0
-            if lookup.hit is not None or not lookup.session:
+            if lookup.hit is not None or lookup.is_over:
                 return
-            lookup.chains = dict(enumerate(chains))
-            request = self._client.look_up(request_id, chains)
-        request.add_done_callback(lambda done: self._on_answer(lookup, request_id, done))
-
-    def _on_answer(self, lookup: _PromptLookup, request_id: str, done: Future[int]) -> None:
-        """Note the answer. Channel's thread."""
-        error = done.exception()
-        if error is not None:
-            self._log.warning("the lookup of request %s failed: %s", request_id, error)
-        chunks = 0 if error is not None else done.result()
-        with self._lock:
-            late = lookup.hit is not None or not lookup.session
-            if lookup.hit is None:
-                chunks = min(chunks, len(lookup.chains))
-                lookup.hit = chunks * self.chunk_size
-                lookup.chains = {number: lookup.chains[number] for number in range(chunks)}
-        if late and chunks:
-            # What was reported as missing, or is not wanted any more, will not be loaded.
-            self._client.channel.end_session(request_id)
+            lookup.hit = len(chunks) * self.chunk_size
+            lookup.chunks = dict(enumerate(chunks))
+            if chunks:
+                self._client.lock(request_id, names_of(lookup.fmt, chunks))
 
     def check_lookup_result(self, request_id: str) -> int | None:
         """Return how many leading tokens of a request were found, None while that is not known.
@@ -233,14 +219,13 @@ class SchedulerAdapter(Adapter):
                 f"request {request_id!r} has no lookup: it was never submitted, or its result was"
                 " cleaned up; call maybe_submit_lookup_request first"
             )
-        if lookup.hit is None and time.monotonic() >= lookup.deadline:
-            with self._lock:
-                if lookup.hit is None:
-                    lookup.hit = 0
-        return lookup.hit
+        with self._lock:
+            if lookup.hit is None and time.monotonic() >= lookup.deadline:
+                lookup.hit = 0
+            return lookup.hit
 
     def cleanup_lookup_result(self, request_id: str) -> None:
-        """Forget the result of a lookup. Its leases stay."""
+        """Forget the result of a lookup. Its locks stay."""
         self._lookups.pop(request_id, None)
 
     def free_lookup_locks(
@@ -250,7 +235,7 @@ class SchedulerAdapter(Adapter):
         end: int | None = None,
         request_id: str = "",
     ) -> None:
-        """End the leases of the chunks that lie whole in tokens [start, end). Never waits.
+        """End the locks of the chunks that lie whole in tokens [start, end). Never waits.
 
         Parameters
         ----------
@@ -259,67 +244,36 @@ class SchedulerAdapter(Adapter):
         start, end : int
             Positions of tokens; to the end of the prompt when `end` is absent.
         request_id : str
-            The request of the lookup. For others, nothing is leased.
+            The request of the lookup. For others, nothing is locked.
         """
-        lookup = self._leased.get(request_id)
+        lookup = self._sessions.get(request_id)
         if lookup is None:
             return
         with self._lock:
-            if lookup.hit is None or not lookup.session:
-                return
             first = -(-start // self.chunk_size)
-            after = (lookup.hit if end is None else end) // self.chunk_size
-            kept = {
-                number: names
-                for number, names in lookup.chains.items()
-                if not first <= number < after
-            }
-            if len(kept) == len(lookup.chains):
-                return
-            lookup.chains = kept
-        if kept:
-            self._keep_only(lookup, request_id, kept)
-        else:
-            self.end_session(request_id)
-
-    def _keep_only(self, lookup: _PromptLookup, session: str, kept: dict[int, list[str]]) -> None:
-        """End the leases of a session but for some chunks, which are leased at any time."""
-        meanwhile = f"{session}+"
-
-        def leased_meanwhile(_: Future[int]) -> None:
-            self._client.channel.end_session(session)
-            with self._lock:
-                # Others may have been freed by now, or all.
-                chains = list(lookup.chains.values()) if lookup.session else []
-            if chains:
-                self._client.look_up(session, chains).add_done_callback(leased_again)
-            else:
-                self._client.channel.end_session(meanwhile)
-
-        def leased_again(_: Future[int]) -> None:
-            self._client.channel.end_session(meanwhile)
-            with self._lock:
-                ended = not lookup.session
-            if ended:
-                self._client.channel.end_session(session)
-
-        request = self._client.look_up(meanwhile, list(kept.values()))
-        request.add_done_callback(leased_meanwhile)
+            after = ((lookup.hit or 0) if end is None else end) // self.chunk_size
+            numbers = [number for number in lookup.chunks if first <= number < after]
+            chunks = [lookup.chunks.pop(number) for number in numbers]
+        if chunks:
+            self._client.end_session(request_id, names_of(lookup.fmt, chunks))
 
     def end_session(self, request_id: str) -> None:
-        """End all leases of a request. Never waits."""
-        lookup = self._leased.pop(request_id, None)
+        """End all locks of a request. Never waits."""
+        lookup = self._sessions.pop(request_id, None)
         if lookup is None:
             return
         with self._lock:
-            session, lookup.session = lookup.session, ""
-        if session:
-            self._client.channel.end_session(session)
+            lookup.is_over = True
+            lookup.chunks.clear()
+        self._client.end_session(request_id)
 
     def shutdown(self) -> None:
-        """End all leases and close the connection. Idempotent."""
-        for request_id in list(self._leased):
+        """End all locks and close the connection. Idempotent."""
+        for request_id in list(self._sessions):
             self.end_session(request_id)
         self._lookups.clear()
-        self._threads.close()
-        self._client.close()
+        for service in self._services.values():
+            service.close()
+        for shelf in (self._token_shelf, self._hash_shelf):
+            shelf.close()
+        self._close_client()

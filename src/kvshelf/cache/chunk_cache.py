@@ -156,7 +156,7 @@ class ChunkCache:
             uses = Uses(self.counters)
             self._closing.callback(uses.close)
         if chunk_memory is None:
-            chunk_memory = ChunkMemory(memory_bytes, counters=self.counters)
+            chunk_memory = ChunkMemory(memory_bytes, share=shelf.share, counters=self.counters)
             self._closing.callback(chunk_memory.close)
         chunk_memory.grow()
         self._shared = Shared(
@@ -242,6 +242,7 @@ class ChunkCache:
             memory = ChunkMemory(
                 config.memory_bytes or DEFAULT_MEMORY,
                 keeps=config.memory_bytes > 0,
+                share=shelf.share,
                 counters=counters,
             )
             opened.callback(memory.close)

@@ -10,6 +10,7 @@ disk tier if there is one. They are deleted at the end, and as any temporary if 
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
 import importlib.metadata
@@ -246,7 +247,7 @@ def _shelf(
         return
     yield Check("configuration", State.OK, "valid")
     if shelf is None and config.server is not None:
-        yield from _server(config.server, timeout, dry_run)
+        yield from _server(config.server)
         return
     if shelf is None and config.shared_storage_path is None:
         found = f"none configured; an engine would use the private {cache_dir() / 'shelf'}"
@@ -281,16 +282,35 @@ def _shelf(
             yield replace(check, name=f"tier: {check.name}", unreachable=False)
 
 
-def _server(url: str, timeout: float, dry_run: bool) -> Iterator[Check]:
-    """Check access to a shelf through its node server."""
+def _server(url: str) -> Iterator[Check]:
+    """Check that a node server answers, and what it says of its shelf."""
     try:
-        from kvshelf.server.backend import ServedBackend
-        from kvshelf.server.shelf import connect
+        from kvshelf.server.connection import NodeClient
+        from kvshelf.server.view import open_served
     except ImportError as error:
         yield Check("node server", State.PROBLEM, f"a package is missing: {error}", INSTALL)
         return
-    hint = "start it: kvshelf serve"
-    yield from _Examination(lambda: ServedBackend(connect(url)), dry_run, timeout, hint).run()
+    begin = time.monotonic()
+    with contextlib.ExitStack() as opened:
+        try:
+            client = NodeClient(url)
+            opened.callback(client.close)
+            shelf = open_served(client)
+            opened.callback(shelf.close)
+            shelf.backend.folders()
+        except (ConfigError, StorageError) as error:
+            hint = "start it: kvshelf serve"
+            yield Check("open", State.PROBLEM, str(error), hint, unreachable=True)
+            return
+        welcome = client.welcome
+        assert welcome is not None
+        seconds, facts = time.monotonic() - begin, welcome.facts
+        yield Check("open", State.OK, f"{url}, in front of {facts.url}", seconds=seconds)
+        memory = size_text(welcome.memory_bytes)
+        yield Check("memory", State.OK, f"{memory}, {welcome.chunk_size} tokens a chunk")
+        if facts.read_only:
+            hint = "the server logs why; engines load and store nothing"
+            yield Check("write", State.NOTE, "the shelf takes no stores", hint)
 
 
 class _AbsentError(Exception):

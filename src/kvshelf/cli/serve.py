@@ -13,7 +13,7 @@ import typer
 from kvshelf.cli.codes import GIVEN
 from kvshelf.cli.common import option
 from kvshelf.cli.shelves import NO_SHELF, ShelfArgument, find_shelf
-from kvshelf.cli.values import MaxAgeOption, MaxBytesOption, max_age, seconds, size
+from kvshelf.cli.values import MaxAgeOption, MaxBytesOption, max_age, size
 from kvshelf.config import LEAST_MEMORY, Config
 from kvshelf.errors import ConfigError, size_text
 from kvshelf.server import INSTALL
@@ -42,16 +42,11 @@ def serve(
     ] = None,
     max_bytes: MaxBytesOption = None,
     age: MaxAgeOption = None,
-    lease: Annotated[
-        str,
-        typer.Option(metavar="SECONDS", help="How long an engine may read what it was lent."),
-    ] = "30",
 ) -> None:
     """Serve one memory tier and one shelf to all engines of this machine."""
     # What is wrong is said of these options, not of those that they stand for.
     size(max_bytes, "--max-bytes")
     max_age(age)
-    lent = seconds(lease, "--lease")
     size(memory, "--memory", least=LEAST_MEMORY)
     where = None if http is None else _address(http)
     # The same file or environment may name this server to engines.
@@ -85,7 +80,7 @@ def serve(
         at = "" if port is None or where is None else f", http://{host}:{port}"
         typer.echo(f"kvshelf serve: {url}, {size_text(nbytes)} of memory, shelf {opened}{at}")
 
-    run(config, url, nbytes, http=where, ready=ready, lease_seconds=lent)
+    run(config, url, nbytes, http=where, ready=ready)
 
 
 def _address(text: str) -> tuple[str, int]:

@@ -30,6 +30,7 @@ import numpy as np
 
 from kvshelf.errors import ConfigError, UnsupportedError
 from kvshelf.pages import (
+    address_of,
     lockable,
     map_pages,  # noqa: TID251
     page_lock,
@@ -199,16 +200,12 @@ class Arena:
         if device is not None:
             self._unlocks.append(page_lock(piece, device))
 
-    def page_lock(self, device: torch.device | None) -> None:
-        """Page-lock all memory for copies to and from GPUs, until :meth:`close`. Idempotent.
-
-        Raises
-        ------
-        RuntimeError
-            If CUDA cannot.
-        """
-        if not self._unlocks:
-            self._unlocks.append(page_lock(self.view, device))
+    def offset_of(self, buffer: memoryview) -> int | None:
+        """Return where bytes lie in the memory; None if they do not lie there whole."""
+        if not self.view:
+            return None
+        start = address_of(buffer) - address_of(self.view)
+        return start if 0 <= start <= self.nbytes - buffer.nbytes else None
 
     def close(self) -> None:
         """End page-locking, close the descriptor and drop the memory. Idempotent."""

@@ -21,22 +21,23 @@ Contracts
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Final
 
 from kvshelf.background import Background
 from kvshelf.errors import ConfigError
 from kvshelf.format.keys import Chunk
 from kvshelf.format.objects import ObjectFormat
-from kvshelf.memory.arena import Arena, bytes_at
+from kvshelf.memory.arena import Arena
 from kvshelf.memory.ring import Ring, Share, Slot, rounded
 from kvshelf.metrics import Counters
-from kvshelf.pages import page_lock, require_free
+from kvshelf.pages import require_free
 
 if TYPE_CHECKING:
     import torch
@@ -50,25 +51,6 @@ _PIECE: Final = 1 << 30
 #: Chunks of each kind that the memory holds beside the spare slots: one for stores, and one that is
 #: read ahead.
 _LEAST_CHUNKS: Final = 2
-
-
-class Region(Protocol):
-    """Memory of another owner, usable until it is released.
-
-    Attributes
-    ----------
-    view : memoryview
-        Writable.
-    """
-
-    view: memoryview
-
-    def release(self) -> None:
-        """Give the memory back."""
-
-
-#: Takes host memory of at least so many bytes; None: there is none.
-Regions: TypeAlias = Callable[[int], Region | None]
 
 
 @dataclass(eq=False, slots=True)
@@ -109,9 +91,9 @@ class ChunkMemory:
         Take at least so much at once.
     device : torch.device, optional
         The GPU on which the caches are: the memory is page-locked, if the system allows it.
-    regions : Callable, optional
-        Takes the memory in place of the system: from memory that a node server shares, and reads
-        stored chunks from.
+    share : Callable, optional
+        Lets another process read the memory, which it gets then: a node server, from which loads
+        read, and to which stores go.
     counters : Counters, optional
         Gets what is here, see :meth:`report`.
     on_thread_start : Callable, optional
@@ -140,7 +122,7 @@ class ChunkMemory:
         keeps: bool = False,
         first_bytes: int = 0,
         device: torch.device | None = None,
-        regions: Regions | None = None,
+        share: Callable[[Arena], None] | None = None,
         counters: Counters | None = None,
         on_thread_start: Callable[[], None] | None = None,
     ) -> None:
@@ -158,23 +140,24 @@ class ChunkMemory:
         self._piece = max(_PIECE, rounded(first_bytes))
         self._taken = 0
         self._device = device
-        self._closing: list[Callable[[], None]] = []
+        self._arena: Arena | None = None
         try:
             if keeps:
                 require_free(self.nbytes + self.nbytes // 16)
-            region = None if regions is None else regions(self.nbytes)
-            if region is None:
-                self._arena = Arena(self.nbytes, lazy=True, inherited=device is None)
-                self.view, self.tensor = self._arena.view, self._arena.tensor
-                self._closing.append(self._arena.close)
-            else:
-                self.view, self.tensor = region.view, bytes_at(region.view)
-                self._closing.append(region.release)
-            self.is_page_locked = device is not None and self._lock_first(region)
-            if region is not None or not (keeps or self.is_page_locked):
+            is_shared = share is not None
+            self._arena = Arena(self.nbytes, lazy=True, shared=is_shared, inherited=device is None)
+            self.view, self.tensor = self._arena.view, self._arena.tensor
+            self.is_page_locked = device is not None and self._lock_first()
+            if not (keeps or self.is_page_locked):
                 self._extend(self.nbytes)
             elif not self._taken:
                 self._take_piece()
+            if share is not None:
+                if self._device is None and not keeps:
+                    # The first use of shared memory, which has no huge pages, holds up a step.
+                    with contextlib.suppress(MemoryError):
+                        self._arena.take(0, min(self._piece, self.nbytes))
+                share(self._arena)
         except MemoryError as error:
             self._close()
             raise ConfigError(
@@ -191,18 +174,14 @@ class ChunkMemory:
 
     # ------------------------------------------------------------- growth
 
-    def _lock_first(self, region: Region | None) -> bool:
-        """Page-lock the first piece, or all of a region; False where that is not possible."""
+    def _lock_first(self) -> bool:
+        """Page-lock the first piece; False where that is not possible."""
         import torch
 
         try:
             if not torch.cuda.is_available():
                 raise RuntimeError("there is no CUDA device")
-            if region is not None:
-                # The next user of the memory must not find it page-locked.
-                self._closing.insert(0, page_lock(region.view, self._device))
-            else:
-                self._take_piece()
+            self._take_piece()
         except (RuntimeError, MemoryError) as error:
             if self.keeps and isinstance(error, MemoryError):
                 raise
@@ -217,6 +196,7 @@ class ChunkMemory:
 
     def _take_piece(self) -> None:
         """Take the next piece, and give it to the ring."""
+        assert self._arena is not None
         stop = min(self._taken + self._piece, self.nbytes)
         self._arena.take(self._taken, stop, self._device)
         self._extend(stop)
@@ -345,8 +325,8 @@ class ChunkMemory:
     def _close(self) -> None:
         self.__dict__.pop("tensor", None)
         self.view = memoryview(b"")
-        while self._closing:
-            self._closing.pop(0)()
+        if self._arena is not None:
+            self._arena.close()
 
 
 class ChunkPlaces:

@@ -9,13 +9,13 @@ from __future__ import annotations
 from kvshelf.adapters.copies import Layout, LoadStoreOp
 from kvshelf.adapters.names import striding_block_hashes
 from kvshelf.adapters.scheduler import SchedulerAdapter
-from kvshelf.adapters.transfers import Event
-from kvshelf.adapters.worker import WorkerAdapter
+from kvshelf.adapters.worker import Event, WorkerAdapter
 from kvshelf.cache import ChunkCache
-from kvshelf.config import DEFAULT_MEMORY, Config
+from kvshelf.config import Config
 from kvshelf.errors import ConfigError
 from kvshelf.format.model import ModelFacts
-from kvshelf.server.shelf import open_served
+from kvshelf.server.connection import NodeClient
+from kvshelf.server.view import open_served
 
 __all__ = [
     "Event",
@@ -48,20 +48,21 @@ def open_cache(config: Config, model: ModelFacts, *, timeout_s: float = 30.0) ->
     StorageError
         If the server does not answer.
     """
-    server = config.server
-    if server is None:
+    if config.server is None:
         raise ConfigError(
             "no node server is configured: set server to the address that `kvshelf serve` shows, or"
             " use ChunkCache.open for a shelf without one"
         )
-    return ChunkCache.open(
-        config,
-        model,
-        timeout_s=timeout_s,
-        open_served=lambda counters: open_served(
-            server,
-            segment_bytes=DEFAULT_MEMORY,
-            read_only=config.read_only,
-            counters=counters,
-        ),
-    )
+    client = NodeClient(config.server)
+    try:
+        return ChunkCache.open(
+            config,
+            model,
+            timeout_s=timeout_s,
+            open_served=lambda counters: open_served(
+                client, read_only=config.read_only, counters=counters
+            ),
+        )
+    except BaseException:
+        client.close()
+        raise

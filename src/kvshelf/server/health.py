@@ -41,7 +41,7 @@ from kvshelf.metrics import COUNTERS as SHELF_COUNTERS
 from kvshelf.metrics import GAUGES as SHELF_GAUGES
 from kvshelf.metrics import OPERATIONS, TIME_BOUNDS, Counters
 from kvshelf.probes import Page, Probes, listen, text
-from kvshelf.server.service import COUNTERS, GAUGES
+from kvshelf.server.node import COUNTERS, GAUGES
 
 #: Prefix of all names.
 PREFIX: Final = "kvshelf_server_"

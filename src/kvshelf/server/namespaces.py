@@ -1,34 +1,31 @@
 """The namespaces that clients have registered, and what names of objects mean.
 
-Owns the records, which are checked and not trusted, and the name of an object in memory
-(:func:`key_of`): as on the storage, but without the slug of the namespace's folder, which has no
-meaning (see :class:`kvshelf.shelf.view.NamespaceView`). Names that begin with ``hash/`` are no
-objects of the format; they are in memory only.
+Owns the records, which are checked and not trusted, and the name of an object in the server's
+memory (:func:`memory_name`): as on the storage, but without the slug of the namespace's folder,
+which has no meaning (see :class:`kvshelf.shelf.view.NamespaceView`).
 
-Everything but :func:`key_of` is used on the loop's thread.
+Any thread may call everything.
 """
 
 from __future__ import annotations
 
 import errno
+import threading
 from collections import OrderedDict
 from typing import Final, NamedTuple
 
 from kvshelf.errors import BadObjectError, ConfigError, ObjectNameError, UnavailableStorageError
 from kvshelf.format.invalid import Defect
-from kvshelf.format.keys import Chunk
 from kvshelf.format.kinds import SHARDS_FIELDS
-from kvshelf.format.names import ParsedName, object_name, parse_path
+from kvshelf.format.names import ParsedName, parse_path
 from kvshelf.format.namespace import Namespace
 from kvshelf.format.objects import ObjectFormat
+from kvshelf.shelf.view import ObjectRef
 
-#: How names begin that are no objects of the format.
-HASH: Final = "hash/"
-
-#: Most namespaces that are known at a time; those that were used longest ago are forgotten.
+#: Namespaces that are known at a time; those that were used longest ago are forgotten.
 _NAMESPACES: Final = 1024
 _RECORD_BYTES: Final = 1 << 20
-#: Most layers and shards of a namespace: the header of each shard's objects takes time to lay out.
+#: Layers and shards of a namespace: the header of each shard's objects takes time to lay out.
 _LAYERS: Final = 1024
 _SHARDS: Final = 1024
 
@@ -43,36 +40,29 @@ class NamedObject(NamedTuple):
     parsed : ParsedName
     fmt : ObjectFormat
         Of its kind.
+    is_volatile : bool
+        It is kept in the server's memory alone.
     """
 
     name: str
     parsed: ParsedName
     fmt: ObjectFormat
+    is_volatile: bool
 
     @property
-    def chunk(self) -> Chunk:
-        """The chunk, without its parent."""
-        return self.fmt.named_chunk(self.parsed)
+    def ref(self) -> ObjectRef:
+        """The object, without the parent of its chunk."""
+        return ObjectRef(self.fmt.named_chunk(self.parsed), self.parsed.shard)
 
-    def key_of_parent(self, chunk: Chunk) -> str | None:
-        """Return the key of the object before this one in its prompt.
-
-        Parameters
-        ----------
-        chunk : Chunk
-            As it was verified, with its parent.
-        """
-        if not chunk.index:
-            return None
-        parent = Chunk(
-            chunk.parent, b"", chunk.index - 1, self.fmt.chunk_size, False, chunk.salt_group
-        )
-        folder = key_of(self.name).partition("/")[0]
-        return f"{folder}/{object_name(parent, self.parsed.shard, self.fmt.shards, self.fmt.kind)}"
+    @property
+    def size(self) -> int:
+        """Bytes of the object."""
+        chunk, shard = self.ref
+        return self.fmt.object_size(shard, chunk.tokens)
 
 
-def key_of(name: str) -> str:
-    """Return an object's name in memory."""
+def memory_name(name: str) -> str:
+    """Return an object's name in the server's memory."""
     folder = name.find("/")
     return name[folder - 16 :] if folder > 16 else name
 
@@ -81,24 +71,31 @@ class Namespaces:
     """The records that clients have registered."""
 
     def __init__(self) -> None:
-        self._known: OrderedDict[str, ObjectFormat] = OrderedDict()
+        self._lock = threading.Lock()
+        #: By the last 16 hex of the folder: the objects, and whether they are volatile.
+        self._registered: OrderedDict[str, tuple[ObjectFormat, bool]] = OrderedDict()
 
-    def register(self, record: bytes) -> None:
+    def register(self, record: bytes, slug: str, *, is_volatile: bool = False) -> None:
         """Take the record of a namespace.
 
         Parameters
         ----------
         record : bytes
             The bytes of its ``namespace.json``.
+        slug : str
+            Readable beginning of its folder's name, where it has no folder yet.
+        is_volatile : bool
+            Its objects are never published.
 
         Raises
         ------
         ConfigError
-            If the record is not one, or a namespace of another digest has the same folder.
+            If the record is not one, or a namespace of another digest has the same folder, or it
+            was registered with the other value of `is_volatile`.
         """
         if len(record) > _RECORD_BYTES:
             raise ConfigError(f"a namespace record of {len(record)} bytes: at most {_RECORD_BYTES}")
-        namespace = Namespace.from_bytes(record)
+        namespace = Namespace.from_bytes(record, slug)
         layers, shards = _size_of(namespace)
         if layers > _LAYERS or shards > _SHARDS:
             raise ConfigError(
@@ -106,16 +103,27 @@ class Namespaces:
                 f" {_SHARDS} are served"
             )
         tag = namespace.digest.hex()[:16]
-        known = self._known.get(tag)
-        if known is None:
-            self._known[tag] = ObjectFormat(namespace)
-            if len(self._known) > _NAMESPACES:
-                self._known.popitem(last=False)
-        elif known.namespace != namespace:
+        fmt = ObjectFormat(namespace)
+        with self._lock:
+            registered = self._registered.setdefault(tag, (fmt, is_volatile))
+            self._registered.move_to_end(tag)
+            if len(self._registered) > _NAMESPACES:
+                self._registered.popitem(last=False)
+        if registered[0].namespace != namespace or registered[1] != is_volatile:
             raise ConfigError(
                 f"the namespace {namespace.digest.hex()} has the folder of another one,"
-                f" {known.namespace.digest.hex()}: their objects cannot be told apart"
+                f" {registered[0].namespace.digest.hex()}: their objects cannot be told apart"
             )
+
+    def format_of(self, folder: str) -> ObjectFormat | None:
+        """Return the objects of a namespace's folder; None if it is not registered."""
+        registered = self._registered.get(folder[-16:])
+        return None if registered is None else registered[0]
+
+    def is_volatile(self, name: str) -> bool:
+        """Whether an object is kept in the server's memory alone."""
+        registered = self._registered.get(name.partition("/")[0][-16:])
+        return registered is not None and registered[1]
 
     def object(self, name: str, nbytes: int | None = None) -> NamedObject:
         """Return what is known of an object by its name.
@@ -139,22 +147,20 @@ class Namespaces:
         if parsed is None:
             raise ObjectNameError(f"{name!r} is not the name of an object of a shelf")
         tag = name[: name.index("/")][-16:]
-        known = self._known.get(tag)
-        if known is None:
+        with self._lock:
+            registered = self._registered.get(tag)
+            if registered is not None:
+                self._registered.move_to_end(tag)
+        if registered is None:
             raise UnavailableStorageError(
                 errno.EAGAIN, "its namespace is not registered with this server", name
             )
-        self._known.move_to_end(tag)
-        found = NamedObject(name, parsed, known.of_name(parsed))
-        expected = found.fmt.object_size(parsed.shard, found.chunk.tokens)
+        fmt, is_volatile = registered
+        named = NamedObject(name, parsed, fmt.of_name(parsed), is_volatile)
+        expected = named.size
         if nbytes is not None and nbytes != expected:
-            raise wrong_size(name, nbytes, expected)
-        return found
-
-
-def wrong_size(name: str, nbytes: int, expected: int) -> BadObjectError:
-    """Return the error for an object that was asked for with another size."""
-    return BadObjectError(Defect.WRONG_SIZE, f"{name}: {nbytes} bytes, expected {expected}")
+            raise BadObjectError(Defect.WRONG_SIZE, f"{name}: {nbytes} bytes, expected {expected}")
+        return named
 
 
 def _size_of(namespace: Namespace) -> tuple[int, int]:

@@ -11,7 +11,7 @@ sockets close. A second signal ends it at once.
 Threads
 -------
 The main thread waits for signals. ``kvshelf-loop`` is the loop's thread
-(:mod:`kvshelf.server.loop`), ``kvshelf-http`` answers HTTP.
+(:mod:`kvshelf.server.session`), ``kvshelf-http`` answers HTTP.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from kvshelf.config import Config
 from kvshelf.memory.arena import Arena
 from kvshelf.metrics import Counters
 from kvshelf.server.health import Health, ServerMetrics
-from kvshelf.server.loop import Loop
-from kvshelf.server.service import LEASE_SECONDS, Service
+from kvshelf.server.node import Node
+from kvshelf.server.session import Server
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +58,6 @@ def serve(
     *,
     http: tuple[str, int] | None,
     ready: Callable[[str, int | None], None],
-    lease_seconds: float = LEASE_SECONDS,
 ) -> None:
     """Serve until SIGTERM or SIGINT; called on the main thread.
 
@@ -74,7 +73,6 @@ def serve(
         Address and port for health and metrics; port 0: any free one.
     ready : Callable
         Called with the shelf's URL and the port for HTTP when clients can connect.
-    lease_seconds : float
 
     Raises
     ------
@@ -97,8 +95,8 @@ def serve(
         # thread for sure; a lock is not told, and a handler must not take one.
         told, tells = map(opened.enter_context, socket.socketpair())
         tells.setblocking(False)
-        loop = Loop(url)
-        opened.callback(loop.close)
+        server = Server(url)
+        opened.callback(server.close)
         arena = Arena(memory_bytes, shared=True)
         opened.callback(arena.close)
         counters = Counters()
@@ -107,23 +105,21 @@ def serve(
         shelf.backend.count_into(counters.add)
         opened.callback(assembly.close)
         assembly.keep_bounds()
-        service = Service(
+        node = Node(
             shelf,
             arena,
-            post=loop.post,
             disk_tier=disk,
             counters=counters,
-            lease_seconds=lease_seconds,
             uses=assembly.uses,
             hands_over=None if assembly.evictor is None else assembly.evictor.hands_over,
         )
-        opened.callback(service.close)
+        opened.callback(node.close)
         opened.callback(assembly.uses.close)
 
         def run() -> None:
             nonlocal over
             try:
-                loop.run(service, arena, chunk_size=config.chunk_size)
+                server.run(node, arena, chunk_size=config.chunk_size)
             except BaseException as error:  # noqa: BLE001 - raised by the main thread
                 failures.append(error)
             finally:
@@ -142,10 +138,10 @@ def serve(
         if http is not None:
             health = Health(
                 *http,
-                healthy=lambda: answers(loop.post, _HEALTH_SECONDS),
+                healthy=lambda: answers(server.post, _HEALTH_SECONDS),
                 problem=problem,
                 metrics=ServerMetrics(
-                    lambda: {**service.stats(), **loop.stats()}, counters, shelf.backend
+                    lambda: {**node.stats(), **server.stats()}, counters, shelf.backend
                 ),
             )
             opened.callback(health.close)
@@ -162,11 +158,12 @@ def serve(
             ready(shelf.url, port)
             while not over:
                 told.recv(1)
-            left = service.drain(_DRAIN_SECONDS)
-            if left:
-                logger.warning("%d stores of clients were not finished", left)
+            if not failures:
+                unfinished = server.drain(_DRAIN_SECONDS)
+                if unfinished:
+                    logger.warning("%d stores of clients were not finished", unfinished)
         finally:
-            loop.stop()
+            server.stop()
             thread.join(_CLOSE_SECONDS)
             signal.set_wakeup_fd(wakes)
             for which, handler in before.items():

@@ -1,463 +1,386 @@
-"""The session socket: which processes may connect to the node server; exchange of memory.
+"""The connections of a node server: from the greeting of a client to the end of its stream.
 
-Owns the Unix socket ``<path>.session`` beside the ZMQ socket ``<path>``, the names of both, the
-checks of both sides, and the passing of file descriptors. The messages are in
-:mod:`kvshelf.server.messages`.
+Owns the event loop, the connections, and the way between messages and the
+:class:`~kvshelf.server.node.Node`, which does the work.
 
 Contracts
 ---------
-* Server and clients belong to one user. Both check the folder (its owner, and that no other user
-  may enter it), and each gets the other's user from the system (SO_PEERCRED).
-* Memory is taken from the other side only if its size can never change, and for reading only
-  (:meth:`kvshelf.memory.arena.Arena.of`).
-* Descriptors are closed on exec, and unrequested ones at once.
-* One server has a path. Cleaners of ``/tmp`` may delete the lock and the sockets of one that runs:
-  a server takes no path where another answers, notices what was deleted
-  (:meth:`Listener.in_place`), and removes only what it has made itself.
+* No client blocks the loop, whatever it does or leaves undone. Connections that say nothing are
+  bounded in number and time. A client's requests that are under way are bounded; further ones are
+  not read. So are its answers, which wait until it reads them.
+* A client that sends no message of the protocol is told so, and is served no further. It keeps what
+  it has on loan until it closes its end: it may be reading there.
+* The server stays at its path: files that a cleaner deletes there are made again, without effect on
+  connections. If another server has taken the place meanwhile, this one ends.
 
 Threads
 -------
-Everything may be called from any thread; one thread at a time uses an object.
+:meth:`Server.run` belongs to one thread, and the loop runs there. :meth:`Server.post`,
+:meth:`Server.stop`, :meth:`Server.drain` and :meth:`Server.stats` may be called from any other
+thread.
 """
 
 from __future__ import annotations
 
-import array
+import asyncio
 import contextlib
-import errno
-import fcntl
+import logging
 import os
 import socket
-import stat
-import struct
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Callable
+from typing import Any, Final
 
-from kvshelf.errors import ConfigError, StorageError, UnavailableStorageError
+from kvshelf.errors import ConfigError, KVShelfError
+from kvshelf.logs import RateLimitedLog
 from kvshelf.memory.arena import Arena
-from kvshelf.server.messages import (
-    Hello,
-    MalformedError,
-    Refused,
-    Welcome,
-    decode_answer,
-    decode_hello,
-    encode_greeting,
+from kvshelf.server import protocol
+from kvshelf.server.listener import (
+    Greeting,
+    Listener,
+    SessionError,
+    TakenError,
+    peer_user,
+    send_greeting,
+    socket_path,
 )
+from kvshelf.server.node import Loans, Node
+from kvshelf.server.protocol import Fault, MalformedError, Refused, Reply, Request, Welcome
 
-_SCHEME: Final = "ipc://"
-_SUFFIX: Final = ".session"
-_LOCK_SUFFIX: Final = ".lock"
-#: Longest path of a Unix socket, without the byte that ends it.
-_MAX_PATH: Final = 107
+logger = logging.getLogger(__name__)
 
-#: Longest message of a session socket.
-_MAX_GREETING: Final = 64 << 10
-#: Descriptors that are received with one message; those above the limit close at once.
-_MAX_DESCRIPTORS: Final = 4
-
-_UCRED: Final = struct.Struct("3i")
-
-
-class SessionError(StorageError):
-    """The other side of a session socket cannot be trusted, or sent something unexpected."""
+#: Connections, those of them that have not said hello, and how long one may take for that.
+MAX_CONNECTIONS: Final = 256
+_MAX_GREETING: Final = 64
+_GREETING_SECONDS: Final = 5.0
+#: Requests of one connection that are under way.
+_REQUESTS: Final = 256
+_RECEIVED_BYTES: Final = 256 << 10
+_TICK_SECONDS: Final = 0.25
 
 
-def socket_path(url: str) -> str:
-    """Return the path of the ZMQ socket that an ``ipc://`` URL names.
-
-    Raises
-    ------
-    ConfigError
-        If it is no such URL, or the path is not absolute or too long.
-    """
-    path = url.removeprefix(_SCHEME)
-    if path == url or not path.startswith("/") or path.endswith("/") or "\0" in path:
-        raise ConfigError(
-            f"the server's URL is {url!r}: expected ipc:///absolute/path, a socket in a folder"
-            " that only its user can enter"
-        )
-    most = _MAX_PATH - len(_SUFFIX)
-    if len(os.fsencode(path)) > most:
-        raise ConfigError(
-            f"the path of the server's URL {url!r} has {len(os.fsencode(path))} bytes: the"
-            f" system allows {most} for a socket"
-        )
-    return path
-
-
-def check_folder(path: str) -> None:
-    """Check that only this user can put a socket at `path`, or connect to one.
-
-    Raises
-    ------
-    ConfigError
-        If others own the folder or may enter it.
-    UnavailableStorageError
-        If it does not exist: the server makes it.
-    """
-    folder = os.path.dirname(path)
-    try:
-        found = os.lstat(folder)
-    except FileNotFoundError as error:
-        raise UnavailableStorageError(f"no node server has run at {path}: {error}") from error
-    except OSError as error:
-        raise ConfigError(
-            f"the folder of the node server's socket cannot be used: {error}"
-        ) from error
-    if not stat.S_ISDIR(found.st_mode):
-        raise ConfigError(f"{folder} is no folder; the node server's socket is in one")
-    if found.st_uid != os.geteuid():
-        raise ConfigError(
-            f"the folder {folder} belongs to user {found.st_uid}, this process runs as user"
-            f" {os.geteuid()}: the node server and its clients run as one user, in a folder of its"
-        )
-    if found.st_mode & 0o077:
-        raise ConfigError(
-            f"other users may enter the folder {folder} (mode {stat.S_IMODE(found.st_mode):o}):"
-            " the node server's socket needs one of mode 700"
-        )
-
-
-def peer_user(connection: socket.socket) -> int:
-    """Return the user id of the process that connected, or that listens."""
-    data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
-    return int(_UCRED.unpack(data)[1])
-
-
-# ---------------------------------------------------------------------------------- messages
-
-
-def _send(connection: socket.socket, data: bytes, descriptors: Sequence[int]) -> None:
-    passed = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))]
-    connection.sendmsg([data], passed if descriptors else [])
-
-
-def _receive(connection: socket.socket) -> tuple[bytes, list[int]]:
-    """Return one message, and the descriptors that came with it, for the caller to close.
-
-    Raises
-    ------
-    SessionError
-        If the message is cut off, or there are too many descriptors; all are closed.
-    OSError
-        As :meth:`socket.socket.recvmsg`.
-    """
-    space = socket.CMSG_SPACE(_MAX_DESCRIPTORS * array.array("i").itemsize)
-    data, ancillary, flags, _ = connection.recvmsg(_MAX_GREETING, space, socket.MSG_CMSG_CLOEXEC)
-    descriptors = array.array("i")
-    for level, kind, content in ancillary:
-        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-            usable = len(content) - len(content) % descriptors.itemsize
-            descriptors.frombytes(content[:usable])
-    if flags & (socket.MSG_CTRUNC | socket.MSG_TRUNC):
-        close_all(descriptors)
-        raise SessionError("a greeting is too long, or passes too many descriptors")
-    return data, list(descriptors)
-
-
-def _mapped(fd: int, nbytes: int) -> memoryview:
-    """Map memory of the other side; it is mapped as long as a view of it exists."""
-    try:
-        return Arena.of(fd, nbytes).view
-    except ValueError as error:
-        raise SessionError(str(error)) from None
-    except OSError as error:
-        raise SessionError(f"shared memory of {nbytes} bytes cannot be mapped: {error}") from error
-
-
-def close_all(descriptors: Sequence[int]) -> None:
-    """Close descriptors."""
-    for fd in descriptors:
-        with contextlib.suppress(OSError):
-            os.close(fd)
-
-
-# ---------------------------------------------------------------------------------- server
-
-
-class TakenError(ConfigError):
-    """Another server runs at this path."""
-
-
-class Listener:
-    """The server's end: has the path, and takes connections of the same user.
+class Server:
+    """Listens at an ``ipc://`` URL.
 
     Parameters
     ----------
-    path : str
-        Path of the ZMQ socket. Its folder is made if it does not exist.
-
-    Attributes
-    ----------
-    requests : socket
-        Listens at `path`, for ZMQ. The caller that takes it closes it.
+    url : str
+        The folder of the socket is made if it does not exist.
 
     Raises
     ------
-    TakenError
-        If another server runs there.
     ConfigError
-        If the folder is not this user's alone, or the system allows no socket there.
-    UnavailableStorageError
-        If the folder cannot be made.
+        If another server runs there, or the folder is not this user's alone.
     """
 
-    def __init__(self, path: str) -> None:
-        folder = os.path.dirname(path)
-        with contextlib.suppress(FileExistsError, OSError):
-            os.makedirs(os.path.dirname(folder), exist_ok=True)
-            os.mkdir(folder, 0o700)
-        check_folder(path)
-        lock = path + _LOCK_SUFFIX
-        #: What stands for this server, and an open file of each: as long as it is open, no other
-        #: file gets its inode.
-        self._files: dict[str, int] = {}
-        self._sockets: list[socket.socket] = []
-        try:
-            self._files[lock] = _locked(lock)
-            for name in (path, path + _SUFFIX):
-                if _answers(name):
-                    raise _taken(path)
-            # No other server runs here: a server that was killed has left what is there.
-            self.requests = self._listen(path, socket.SOCK_STREAM)
-            self._socket = self._listen(path + _SUFFIX, socket.SOCK_SEQPACKET)
-        except (ConfigError, OSError) as error:
-            self.close()
-            if isinstance(error, ConfigError):
-                raise
-            raise ConfigError(f"the node server cannot listen at {path}: {error}") from error
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self._path = socket_path(url)
+        self._listener = Listener(self._path)
+        self._loop = asyncio.new_event_loop()
+        self._stopped = asyncio.Event()
+        self._log = RateLimitedLog(logger, lines=5)
+        self._connections: set[asyncio.Task[None]] = set()
+        self._greeting_count = self._requests = self._refused = 0
+        self._node: Node
+        self._welcome: Callable[[], Welcome]
+        self._memory_fd = -1
 
-    def _listen(self, path: str, kind: int) -> socket.socket:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(path)
-        listening = socket.socket(socket.AF_UNIX, kind)
-        self._sockets.append(listening)
-        listening.bind(path)
-        self._files[path] = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
-        listening.setblocking(False)
-        listening.listen(128)
-        return listening
+    # ---------------------------------------------------------------------------- any thread
 
-    def in_place(self) -> bool:
-        """Whether lock and sockets are still there, and this server's; False after the end."""
-        return bool(self._files) and all(map(self._is_ours, self._files))
+    def post(self, function: Callable[[], None]) -> None:
+        """Call a function on the loop's thread, soon."""
+        self._loop.call_soon_threadsafe(function)
 
-    def _is_ours(self, path: str) -> bool:
-        try:
-            return os.path.samestat(os.lstat(path), os.fstat(self._files[path]))
-        except OSError:
-            return False
+    def stop(self) -> None:
+        """Let :meth:`run` return. Idempotent."""
+        with contextlib.suppress(RuntimeError):
+            self.post(self._stopped.set)
 
-    def fileno(self) -> int:
-        """Return a descriptor that is readable when :meth:`accept` has something."""
-        return self._socket.fileno()
+    def drain(self, seconds: float) -> int:
+        """Begin nothing more, and wait for stores; return how many were not in time."""
+        stores = asyncio.run_coroutine_threadsafe(self._node.drain(seconds), self._loop)
+        return stores.result(seconds + 1.0)
 
-    def accept(self) -> socket.socket | None:
-        """Return the next connection of this user; None if there is none, or it was refused.
+    def stats(self) -> dict[str, int]:
+        """Return the number of requests, and of messages and connections that were refused."""
+        return {"requests": self._requests, "refused": self._refused}
+
+    # ---------------------------------------------------------------------------- the loop's thread
+
+    def run(self, node: Node, arena: Arena, *, chunk_size: int) -> None:
+        """Serve until :meth:`stop` is called.
+
+        Parameters
+        ----------
+        node : Node
+        arena : Arena
+            Shared, and open until this method returns.
+        chunk_size : int
+            Tokens of a chunk, for clients that have no configuration.
 
         Raises
         ------
-        OSError
-            If the system has no descriptors left.
+        ConfigError
+            If another server has taken this one's place, whose files had been deleted.
         """
+        assert arena.fd is not None
+        self._node, self._memory_fd = node, arena.fd
+        self._welcome = lambda: Welcome(arena.nbytes, chunk_size, node.facts)
+        asyncio.set_event_loop(self._loop)
         try:
-            connection, _ = self._socket.accept()
-        except (BlockingIOError, ConnectionError, InterruptedError):
-            return None
-        connection.setblocking(False)
-        try:
-            if peer_user(connection) == os.geteuid():
-                return connection
-            refuse(connection, "the node server serves processes of its own user only")
-        except OSError:
-            pass
-        connection.close()
-        return None
+            self._loop.run_until_complete(self._serve())
+        finally:
+            for task in asyncio.all_tasks(self._loop):
+                task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                self._loop.run_until_complete(asyncio.sleep(0))
 
     def close(self) -> None:
-        """Stop listening and remove the sockets that are still this server's. Idempotent."""
-        for path, fd in self._files.items():
-            if not path.endswith(_LOCK_SUFFIX) and self._is_ours(path):
-                with contextlib.suppress(OSError):
-                    os.unlink(path)
-            os.close(fd)
-        self._files.clear()
-        for listening in self._sockets:
-            listening.close()
+        """Leave the path. Idempotent; after :meth:`run`."""
+        self._listener.close()
+        if not self._loop.is_running():
+            self._loop.close()
 
+    async def _serve(self) -> None:
+        accepting = self._loop.create_task(self._accept())
+        while not self._stopped.is_set():
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._stopped.wait(), _TICK_SECONDS)
+            if accepting.done() or not self._listener.in_place():
+                accepting.cancel()
+                if self._listener.in_place() or self._listen_anew():
+                    accepting = self._loop.create_task(self._accept())
+        accepting.cancel()
 
-def _locked(path: str) -> int:
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        os.close(fd)
-        raise _taken(path.removesuffix(_LOCK_SUFFIX)) from error
-    return fd
-
-
-def _taken(path: str) -> TakenError:
-    return TakenError(f"a node server runs already at {path}: stop it, or use another socket")
-
-
-def _answers(path: str) -> bool:
-    """Whether a process listens at a path, also one that is stopped or has a full queue."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as trial:
-        trial.setblocking(False)
-        # A socket of the other type gives EPROTOTYPE, one without a listener ECONNREFUSED.
-        return trial.connect_ex(path) not in (errno.ENOENT, errno.ECONNREFUSED)
-
-
-def receive_hello(connection: socket.socket, most: int) -> tuple[Hello, memoryview] | None:
-    """Read what a client says first, and map its segment.
-
-    Parameters
-    ----------
-    connection : socket
-        Not blocking.
-    most : int
-        Largest segment allowed, in bytes.
-
-    Returns
-    -------
-    tuple of Hello and memoryview, or None
-        None: it has said nothing yet.
-
-    Raises
-    ------
-    SessionError
-        If it is no hello, or its segment cannot be used; what was passed is closed.
-    OSError
-        If the connection has ended.
-    """
-    try:
-        data, descriptors = _receive(connection)
-    except (BlockingIOError, InterruptedError):
-        return None
-    try:
-        if not data:
-            raise ConnectionResetError(errno.ECONNRESET, "the client has gone")
-        hello = decode_hello(data)
-        if len(descriptors) != (hello.segment_bytes > 0):
-            raise SessionError(
-                f"{len(descriptors)} descriptors came with a segment of {hello.segment_bytes} bytes"
-            )
-        if not descriptors:
-            return hello, memoryview(b"")
-        nbytes = hello.segment_bytes
-        if nbytes > most:
-            raise SessionError(
-                f"shared memory of {nbytes} bytes was offered: at most {most} are taken"
-            )
-        return hello, _mapped(descriptors[0], nbytes)
-    except MalformedError as error:
-        raise SessionError(f"a client's first message is no hello: {error}") from None
-    finally:
-        close_all(descriptors)
-
-
-def welcome(connection: socket.socket, message: Welcome, arena_fd: int) -> None:
-    """Answer a hello, and pass the arena.
-
-    Raises
-    ------
-    OSError
-        If the connection has ended.
-    """
-    _send(connection, encode_greeting(message), [arena_fd])
-
-
-def refuse(connection: socket.socket, text: str) -> None:
-    """Answer a client with why it gets no session. Best effort."""
-    with contextlib.suppress(OSError):
-        _send(connection, encode_greeting(Refused(text[:4096])), [])
-
-
-# ---------------------------------------------------------------------------------- client
-
-
-def connect(
-    path: str, hello: Hello, segment_fd: int | None, seconds: float
-) -> tuple[socket.socket, Welcome, memoryview]:
-    """Begin a session with the server.
-
-    Parameters
-    ----------
-    path : str
-        Path of the ZMQ socket.
-    hello : Hello
-    segment_fd : int or None
-        The client's segment.
-    seconds : float
-        How long to wait for the server.
-
-    Returns
-    -------
-    connection : socket
-        Not blocking. Readable when the session has ended.
-    message : Welcome
-    arena : memoryview
-        The server's memory, read-only.
-
-    Raises
-    ------
-    ConfigError
-        If the folder of the socket is not this user's alone.
-    UnavailableStorageError
-        If no server listens there, or it did not answer in time.
-    SessionError
-        If the server refused, or its answer cannot be used.
-    """
-    check_folder(path)
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    descriptors: list[int] = []
-    try:
-        connection.settimeout(seconds)
-        connection.connect(path + _SUFFIX)
-        if peer_user(connection) != os.geteuid():
-            raise SessionError(f"the server at {path} runs as user {peer_user(connection)}")
-        # A server that refuses at once does not wait for this, and its answer comes all the same.
-        with contextlib.suppress(BrokenPipeError):
-            _send(connection, encode_greeting(hello), [] if segment_fd is None else [segment_fd])
+    def _listen_anew(self) -> bool:
+        """Make the lock and the socket again, which were deleted; return whether they are there."""
+        self._listener.close()
         try:
-            data, descriptors = _receive(connection)
-        except ConnectionResetError:
-            data, descriptors = _receive(connection)
-        if not data:
-            raise ConnectionResetError(errno.ECONNRESET, "it closed the connection")
-        answer = decode_answer(data)
-        if isinstance(answer, Refused):
-            raise SessionError(f"the node server at {path} refused this client: {answer.text}")
-        if len(descriptors) != 1:
-            raise SessionError(f"the node server at {path} passed {len(descriptors)} descriptors")
-        arena = _mapped(descriptors[0], answer.arena_bytes)
-        if answer.slots * 8 > len(arena):
-            raise SessionError(f"{answer.slots} slots in an arena of {len(arena)} bytes")
-        connection.setblocking(False)
-    except MalformedError as error:
-        connection.close()
-        raise SessionError(
-            f"what listens at {path} is no node server of this version: {error}"
-        ) from None
-    except SessionError:
-        connection.close()
-        raise
-    except OSError as error:
-        connection.close()
-        raise UnavailableStorageError(f"no node server answers at {path}: {error}") from error
-    finally:
-        close_all(descriptors)
-    return connection, answer, arena
-
-
-def has_ended(connection: socket.socket) -> bool:
-    """Whether the other side has ended the session, or says more than its greeting."""
-    try:
-        _, descriptors = _receive(connection)
-    except (BlockingIOError, InterruptedError):
-        return False
-    except OSError:
+            self._listener = Listener(self._path)
+        except TakenError as error:
+            raise ConfigError(
+                f"the files of this node server at {self._path} were deleted, and another server"
+                " has taken its place"
+            ) from error
+        except KVShelfError as error:
+            # Its clients are served; the next tick tries again.
+            self._log.error("no client can connect to the node server: %s", error)
+            return False
+        self._log.warning(
+            "the files of the node server at %s were deleted and are there again", self._path
+        )
         return True
-    close_all(descriptors)
-    return True
+
+    async def _accept(self) -> None:
+        """Take connections; end where the system has no descriptors left, until the next tick."""
+        while True:
+            try:
+                connection, _ = await self._loop.sock_accept(self._listener.socket)
+            except OSError as error:
+                self._log.error("no client can connect: %s", error)
+                return
+            connection.setblocking(False)
+            full = len(self._connections) >= MAX_CONNECTIONS
+            if full or self._greeting_count >= _MAX_GREETING:
+                self._refuse(connection, f"there are {len(self._connections)} clients already")
+                continue
+            task = self._loop.create_task(self._talk(connection))
+            self._connections.add(task)
+            task.add_done_callback(self._connections.discard)
+
+    def _refuse(self, connection: socket.socket, problem: str) -> None:
+        self._refused += 1
+        self._log.warning("a client of the node server was refused: %s", problem)
+        with contextlib.suppress(OSError):
+            send_greeting(connection, protocol.frame(Refused(problem[:4096])), [])
+        connection.close()
+
+    async def _talk(self, connection: socket.socket) -> None:
+        """Serve one connection to its end."""
+        self._greeting_count += 1
+        try:
+            memory = await asyncio.wait_for(self._greet(connection), _GREETING_SECONDS)
+        except TimeoutError:
+            self._refuse(connection, "it said nothing")
+            return
+        except OSError as error:
+            self._refuse(connection, str(error))
+            return
+        except BaseException:
+            connection.close()
+            raise
+        finally:
+            self._greeting_count -= 1
+        loans = self._node.connect(memory)
+        del memory
+        try:
+            reader, writer = await asyncio.open_unix_connection(sock=connection)
+            try:
+                await _Session(self, self._node, loans, reader, writer).run()
+            finally:
+                writer.close()
+        except OSError as error:
+            logger.debug("a connection ended: %s", error)
+        finally:
+            self._node.leave(loans)
+
+    async def _greet(self, connection: socket.socket) -> memoryview:
+        """Receive the hello of a client, and answer it; return the client's memory."""
+        if peer_user(connection) != os.geteuid():
+            raise SessionError("the node server serves processes of its own user only")
+        greeting = Greeting()
+        try:
+            body: bytes | None = None
+            while body is None:
+                await _readable(connection)
+                body = greeting.receive(connection)
+            try:
+                hello = protocol.decode(protocol.HELLO, body)
+            except MalformedError as error:
+                raise SessionError(f"a client's first message is no hello: {error}") from None
+            if hello.protocol != protocol.PROTOCOL:
+                raise SessionError(
+                    f"the client speaks version {hello.protocol} of the protocol, this server"
+                    f" version {protocol.PROTOCOL}: use the same version of kvshelf"
+                )
+            memory = greeting.map(hello.memory_bytes)
+        finally:
+            greeting.close()
+        send_greeting(connection, protocol.frame(self._welcome()), [self._memory_fd])
+        return memory
+
+    def count_request(self) -> None:
+        """Count a request."""
+        self._requests += 1
+
+    def note_malformed(self, problem: str) -> None:
+        """Count and log a client that is served no further."""
+        self._refused += 1
+        self._log.warning("a client of the node server is served no further: %s", problem)
+
+    def note_failure(self, error: Exception) -> None:
+        """Log an error of the server itself."""
+        self._log.error("the node server failed: %s", error, exc_info=error)
+
+
+async def _readable(connection: socket.socket) -> None:
+    """Wait until there is something to receive."""
+    loop = asyncio.get_running_loop()
+    ready = asyncio.Event()
+    loop.add_reader(connection, ready.set)
+    try:
+        await ready.wait()
+    finally:
+        loop.remove_reader(connection)
+
+
+class _Session:
+    """The requests of one client, and their replies."""
+
+    def __init__(
+        self,
+        server: Server,
+        node: Node,
+        loans: Loans,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+    ) -> None:
+        self._server = server
+        self._node = node
+        self._loans = loans
+        self._reader = reader
+        self._writer = writer
+        self._writing = asyncio.Lock()
+        #: One object at a time is sent by the stream, so that few of them wait in memory.
+        self._streaming = asyncio.Lock()
+        self._free = asyncio.Semaphore(_REQUESTS)
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def run(self) -> None:
+        """Serve the client until it closes its end."""
+        received = bytearray()
+        is_served = True
+        try:
+            while data := await self._reader.read(_RECEIVED_BYTES):
+                if not is_served:
+                    continue
+                received += data
+                try:
+                    for body in protocol.take_frames(received, protocol.MAX_REQUEST):
+                        await self._begin(protocol.decode(protocol.REQUESTS, body))
+                except MalformedError as error:
+                    is_served = False
+                    self._server.note_malformed(str(error))
+                    await self._send(Refused(str(error)[:4096]))
+                    self._writer.write_eof()
+        finally:
+            for task in self._tasks:
+                task.cancel()
+
+    async def _begin(self, request: Request) -> None:
+        """Handle a request, or begin to."""
+        self._server.count_request()
+        node, loans = self._node, self._loans
+        match request:
+            case protocol.GiveBack():
+                node.give_back(loans, request.offsets)
+            case protocol.Lock():
+                node.lock(loans, request.session, request.names)
+            case protocol.EndSession():
+                node.end_session(loans, request.session, request.names)
+            case _:
+                await self._free.acquire()
+                task = asyncio.get_running_loop().create_task(self._answer(request))
+                self._tasks.add(task)
+                task.add_done_callback(self._end)
+
+    def _end(self, task: asyncio.Task[None]) -> None:
+        self._free.release()
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.debug("a reply was not sent: %s", error)
+
+    async def _answer(self, request: Any) -> None:
+        """Do what a request asks for, and send the reply."""
+        if isinstance(request, protocol.Read):
+            async with self._streaming:
+                await self._send(await self._reply(request))
+        else:
+            await self._send(await self._reply(request))
+
+    async def _reply(self, request: Any) -> Reply:
+        try:
+            if isinstance(request, protocol.Read):
+                data = await self._node.read(self._loans, request.name)
+                return Reply(request.number, data=data)
+            return Reply(request.number, await self._value(request))
+        except Exception as error:  # noqa: BLE001 - the client is told, and others are served
+            if not isinstance(error, KVShelfError | ValueError):
+                self._server.note_failure(error)
+            return Reply(request.number, fault=Fault.of(error))
+
+    async def _value(self, request: Any) -> Any:
+        node, loans = self._node, self._loans
+        match request:
+            case protocol.Find():
+                return await node.find(loans, request.names)
+            case protocol.Fetch():
+                return await node.fetch(loans, request.names, request.is_early)
+            case protocol.Store():
+                return await node.store(
+                    loans, request.name, request.offset, request.nbytes, request.is_suspect
+                )
+            case protocol.Delete():
+                return await node.delete(loans, request.names)
+            case protocol.Stat():
+                return await node.stat(loans, request.names)
+            case protocol.Touch():
+                return await node.touch(loans, request.name, request.before)
+            case protocol.Register():
+                node.register(request.record, request.slug, request.is_volatile)
+                return None
+
+    async def _send(self, message: Reply | Refused) -> None:
+        async with self._writing:
+            self._writer.write(protocol.frame(message))
+            await self._writer.drain()

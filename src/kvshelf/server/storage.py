@@ -1,11 +1,12 @@
 """The shelf and the disk tier before it, by the names of objects.
 
-Owns how an object comes from there into memory and back: verified in both directions, in the
-memory where it stays.
+Owns how an object comes from there into the server's memory and back: verified in both directions,
+in the memory where it stays.
 
 Contracts
 ---------
 * The shelf decides what is stored; the disk tier gets copies of what the shelf has.
+* A client knows one folder of its namespace. Objects are found in all of them.
 * All methods block on storage, and may be called from any thread but the loop's.
 """
 
@@ -14,26 +15,21 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Sequence
-from typing import Final
 
 from kvshelf.backends import WriteResult
-from kvshelf.backends.base import StatResults, WriteMode, probe
-from kvshelf.buffers import BufferPool
-from kvshelf.errors import StorageError
+from kvshelf.backends.base import StatResults
+from kvshelf.errors import BadObjectError, StorageError
 from kvshelf.format.keys import Chunk
 from kvshelf.memory.arena import copy_bytes
 from kvshelf.metrics import Counters
-from kvshelf.server.namespaces import NamedObject
+from kvshelf.server.namespaces import NamedObject, Namespaces
 from kvshelf.shelf.shelf import Shelf
-from kvshelf.shelf.view import ObjectRef
+from kvshelf.shelf.view import Hold, ObjectRef
 from kvshelf.tiers.disk_tier import DiskTier
 
-#: Most memory for objects that wait to be written to the disk tier.
-_COPIES_BYTES: Final = 256 << 20
 
-
-class Copied:
-    """Reads an object from memory that another process may change.
+class CopyingReader:
+    """Reads an object from memory that another process may change: each byte once.
 
     Parameters
     ----------
@@ -59,8 +55,9 @@ class Storage:
     ----------
     shelf : Shelf
     disk_tier : DiskTier or None
+    namespaces : Namespaces
     counters : Counters
-        Gets the times of `probe` and `publish`; the shelf's own get those of reads.
+        Gets the times of probes; the shelf's own get those of reads and writes.
 
     Raises
     ------
@@ -68,124 +65,135 @@ class Storage:
         If the two have files in common. May block on both.
     """
 
-    def __init__(self, shelf: Shelf, disk_tier: DiskTier | None, counters: Counters) -> None:
+    def __init__(
+        self,
+        shelf: Shelf,
+        disk_tier: DiskTier | None,
+        namespaces: Namespaces,
+        counters: Counters,
+    ) -> None:
         self._shelf = shelf
-        self._counters = counters
         self._backend = shelf.backend
         self._tier = disk_tier
-        self._copies = BufferPool(_COPIES_BYTES)
+        self._namespaces = namespaces
+        self._counters = counters
         if disk_tier is not None:
             disk_tier.attach(shelf.backend)
 
-    @property
-    def has_tier(self) -> bool:
-        """Whether there is a disk tier."""
-        return self._tier is not None
-
-    def find(self, names: Sequence[str], objects: Sequence[NamedObject | None]) -> StatResults:
-        """Probe objects, in the tier and on the shelf.
-
-        Parameters
-        ----------
-        names : Sequence of str
-        objects : Sequence of NamedObject or None
-            The same objects, for the tier; None: it is not asked.
-        """
+    def find(self, names: Sequence[str]) -> StatResults:
+        """Probe objects of registered namespaces, in the tier and on the shelf."""
         answers: StatResults = [None] * len(names)
-        asked = list(range(len(names)))
+        unknown = [*range(len(names))]
         if self._tier is not None:
-            for number, found in enumerate(objects):
+            for number, name in enumerate(names):
+                named = self._namespaces.object(name)
                 # The tier has low latency: many calls cost little more than one.
-                if found is not None and self._tier.holds(found.fmt, [_ref(found)])[0]:
-                    answers[number] = found.fmt.object_size(found.parsed.shard, found.chunk.tokens)
-            asked = [number for number in asked if answers[number] is None]
-        if asked:
+                if self._tier.holds(named.fmt, [named.ref])[0]:
+                    answers[number] = named.size
+            unknown = [number for number in unknown if answers[number] is None]
+        if unknown:
             begin = time.perf_counter()
-            found_sizes = self._backend.stat([names[number] for number in asked])
+            on_shelf = self.stat([names[number] for number in unknown])
             self._counters.observe("probe", time.perf_counter() - begin)
-            for number, answer in zip(asked, found_sizes, strict=True):
+            for number, answer in zip(unknown, on_shelf, strict=True):
                 answers[number] = answer
         return answers
 
-    def load(self, found: NamedObject, buffer: memoryview) -> Chunk:
-        """Read and verify an object.
+    def stat(self, names: Sequence[str]) -> StatResults:
+        """Probe objects and markers on the shelf, in all folders of their namespaces."""
+        answers = self._backend.stat(names)
+        missing = [number for number, answer in enumerate(answers) if answer is None]
+        for folder in {names[number].partition("/")[0] for number in missing}:
+            fmt = self._namespaces.format_of(folder)
+            folders: list[str] = []
+            if fmt is not None:
+                with contextlib.suppress(StorageError):
+                    folders = [*self._shelf.view(fmt).folders_from(folder)][1:]
+            for other_folder in folders:
+                numbers = [
+                    number
+                    for number in missing
+                    if answers[number] is None and names[number].startswith(f"{folder}/")
+                ]
+                again = [other_folder + names[number][len(folder) :] for number in numbers]
+                for number, answer in zip(numbers, self._backend.stat(again), strict=True):
+                    answers[number] = answer
+        return answers
+
+    def load(self, named: NamedObject, buffer: memoryview, hold: Hold) -> None:
+        """Read and verify an object; set it aside if it is bad.
+
+        Parameters
+        ----------
+        named : NamedObject
+        buffer : memoryview
+            Of the object's size.
+        hold : Hold
+            Of the memory of `buffer`, for the disk tier.
 
         Raises
         ------
         ObjectMissingError, BadObjectError, StorageError
             As :meth:`kvshelf.shelf.view.NamespaceView.load_named`.
         """
-        fmt, parsed = found.fmt, found.parsed
+        fmt, parsed = named.fmt, named.parsed
+        if self._tier is not None and self._tier.load_named(fmt, parsed, buffer) is not None:
+            return
+        view = self._shelf.view(fmt)
+        try:
+            chunk = view.load_named(parsed, buffer)
+        except BadObjectError as bad:
+            view.set_aside(named.ref, bad)
+            raise
         if self._tier is not None:
-            chunk = self._tier.load_named(fmt, parsed, buffer)
-            if chunk is not None:
-                return chunk
-        chunk = self._shelf.view(fmt).load_named(parsed, buffer)
-        if self._tier is not None:
-            self._keep(self._tier, found, chunk, buffer)
-        return chunk
+            self._tier.keep(fmt, ObjectRef(chunk, parsed.shard), buffer, hold)
 
     def publish(
-        self, found: NamedObject, source: memoryview, buffer: memoryview, mode: WriteMode
-    ) -> tuple[WriteResult, Chunk, bool]:
-        """Copy an object, verify the copy, and publish that, beside the namespace's description.
+        self, named: NamedObject, chunk: Chunk, buffer: memoryview, is_suspect: bool, hold: Hold
+    ) -> WriteResult:
+        """Publish an object that was verified, beside the namespace's description.
 
         Parameters
         ----------
-        found : NamedObject
-        source : memoryview
-            The object, where a client may change it.
-        buffer : memoryview
-            Where the copy comes to lie.
-        mode : str
-            As for :meth:`kvshelf.backends.base.Backend.write`.
-
-        Returns
-        -------
-        result : WriteResult
+        named : NamedObject
         chunk : Chunk
-            With its parent.
-        kept : bool
-            Whether the shelf has this object now: what stood there may be something else.
+            Its chunk, with the parent.
+        buffer : memoryview
+            The object.
+        is_suspect : bool
+            What is on the shelf may be bad.
+        hold : Hold
+            Of the memory of `buffer`, for the disk tier.
 
         Raises
         ------
-        BadObjectError
-            If the copy is not the object that its name says.
         StorageError
             If the storage refused or failed.
         """
-        fmt, parsed = found.fmt, found.parsed
-        chunk = fmt.read_named(Copied(source), parsed, buffer)
-        begin = time.perf_counter()
-        self._shelf.view(fmt).describe(found.name.partition("/")[0])
-        result = self._backend.write(found.name, [buffer], mode)
-        self._counters.observe("publish", time.perf_counter() - begin)
-        kept = (
-            result is not WriteResult.EXISTED or probe(self._backend, found.name) == buffer.nbytes
-        )
-        if kept and self._tier is not None:
-            self._keep(self._tier, found, chunk, buffer)
-        return result, chunk, kept
+        ref = ObjectRef(chunk, named.parsed.shard)
+        result = self._shelf.view(named.fmt).publish(ref, buffer, suspect=is_suspect)
+        if self._tier is not None and not is_suspect:
+            self._tier.keep(named.fmt, ref, buffer, hold)
+        return result
 
-    def _keep(self, tier: DiskTier, found: NamedObject, chunk: Chunk, buffer: memoryview) -> None:
-        """Copy an object for the tier: its memory may be another object's before it is written."""
-        ref = ObjectRef(chunk, found.parsed.shard)
-        takes = tier.available and not tier.is_queued(found.fmt, ref)
-        copy = self._copies.allocate(buffer.nbytes) if takes else None
-        if copy is None:
-            tier.keep(found.fmt, ref, buffer, lambda: None)
-            return
-        with copy:
-            copy_bytes(copy.view, buffer)
-            tier.keep(found.fmt, ref, copy.view, lambda: copy.share().release)
+    def mark(self, name: str) -> WriteResult:
+        """Write the marker of a hand-over, an empty file, into a registered namespace."""
+        folder = name.partition("/")[0]
+        fmt = self._namespaces.format_of(folder)
+        if fmt is not None:
+            self._shelf.view(fmt).describe(folder)
+        return self._backend.write(name, [])
 
-    def forget(self, found: NamedObject) -> None:
-        """Remove an object from the tier. Best effort."""
+    def delete(self, named: NamedObject) -> bool:
+        """Delete an object, from all folders of its namespace and the tier.
+
+        Raises
+        ------
+        StorageError
+            If the shelf refused or failed.
+        """
+        was_there = self._shelf.view(named.fmt).delete(named.ref)
         if self._tier is not None:
             with contextlib.suppress(StorageError):
-                self._tier.remove(found.fmt, [_ref(found)])
-
-
-def _ref(found: NamedObject) -> ObjectRef:
-    return ObjectRef(found.chunk, found.parsed.shard)
+                self._tier.remove(named.fmt, [named.ref])
+        return was_there

@@ -41,3 +41,9 @@ def marker_name(attempt: str) -> str:
             f"{attempt[:40]!r} is not the id of an attempt: expected 32 lowercase hex digits"
         )
     return f"{MARKERS}/{attempt}"
+
+
+def is_marker(name: str) -> bool:
+    """Whether a name on the storage is that of a marker."""
+    folder, _, attempt = name.partition("/")[2].rpartition("/")
+    return folder == MARKERS and is_attempt(attempt)

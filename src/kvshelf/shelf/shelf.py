@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -152,6 +152,14 @@ class Shelf:
     def close(self) -> None:
         """Release what the backend holds. Idempotent."""
         self.backend.close()
+
+    @property
+    def share(self) -> Callable[[Any], None] | None:
+        """Lets the owner of the storage read an :class:`~kvshelf.memory.arena.Arena`.
+
+        Objects are stored from there. One arena at a time; None: no other process reads any.
+        """
+        return None
 
     def view(self, fmt: ObjectFormat) -> NamespaceView:
         """Return the objects of one kind in one namespace; the same view while it is in use.

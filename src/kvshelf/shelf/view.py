@@ -88,12 +88,6 @@ class Pinned(Protocol):
     def view(self) -> memoryview:
         """The whole object, header included; it may be read-only."""
 
-    def valid(self) -> bool:
-        """Whether `view` was the object until now: called after the last use of the bytes.
-
-        False where the owner took the bytes back meanwhile: what was read from them is invalid.
-        """
-
     def release(self) -> None:
         """Give the bytes back. Called exactly once."""
 
@@ -223,37 +217,35 @@ class ShelfView(ABC):
             may not have been looked at; no buffer means anything then.
         """
 
-    def expect(self, chunks: Sequence[Chunk], shards: Sequence[int]) -> None:
-        """Announce objects that are about to be loaded, in order. Never blocks, never raises.
+    @property
+    def pins(self) -> bool:
+        """Whether :meth:`pin_all` may return objects."""
+        return False
 
-        A node server begins to read all of them. An engine's step thread may call it.
+    def pin_all(
+        self, chunk: Chunk, shards: Sequence[int], *, is_early: bool = False
+    ) -> Mapping[int, Pinned]:
+        """Return objects of a chunk where they lie in memory, whole and verified, to be read there.
 
         Parameters
         ----------
-        chunks : Sequence of Chunk
+        chunk : Chunk
         shards : Sequence of int
-            Of each chunk.
-        """
-
-    @property
-    def pins(self) -> bool:
-        """Whether :meth:`pin` may return an object."""
-        return False
-
-    def pin(self, ref: ObjectRef) -> Pinned | None:
-        """Return one object, whole and verified, where it lies in memory, to be read in place.
+            At least one.
+        is_early : bool
+            No request waits for them yet.
 
         Returns
         -------
-        Pinned or None
-            The caller releases it, once. None: :meth:`load` may have it all the same.
+        Mapping of int to Pinned
+            By shard; the caller releases each once. What is not there :meth:`load_all` may have.
 
         Raises
         ------
         ObjectMissingError, BadObjectError, StorageError
-            As for :meth:`load`.
+            As for :meth:`load`, if one of them cannot be had.
         """
-        return None
+        return {}
 
     @abstractmethod
     def publish(
@@ -720,12 +712,19 @@ class NamespaceView(ShelfView):
         fmt = self.fmt
         name = object_name(fmt.named_chunk(parsed), parsed.shard, fmt.shards, fmt.kind)
         return self._read_from(
-            self._folders_from(parsed.namespace),
+            self.folders_from(parsed.namespace),
             name,
             lambda reader: fmt.read_named(reader, parsed, buffer),
         )
 
-    def _folders_from(self, first: str | None) -> Iterator[str]:
+    def folders_from(self, first: str | None) -> Iterator[str]:
+        """Yield the folders of the namespace, that of this name first if it is not None.
+
+        Raises
+        ------
+        StorageError
+            If they are not known yet and the storage failed.
+        """
         if first is not None:
             yield first
         yield from (folder for folder in self._find_folders() if folder != first)

@@ -10,13 +10,12 @@ Contracts
   does not get into a tier. Loads and lookups ask the tiers first, and ask the shelf only for the
   objects that are in no tier. So an object that was deleted from the shelf is found until it is
   gone from the tiers as well.
-* All methods may be called from any thread but an engine's step thread, but for
-  :meth:`TieredView.expect`.
+* All methods may be called from any thread but an engine's step thread.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol, TypeAlias
 
 from kvshelf.backends import BytesLike, WriteResult
@@ -145,23 +144,26 @@ class TieredView(ShelfView):
             for tier in tiers:
                 tier.keep(self.fmt, ref, buffer, hold)
 
-    def expect(self, chunks: Sequence[Chunk], shards: Sequence[int]) -> None:
-        """Announce to the shelf, see :meth:`ShelfView.expect`. What the tiers have is not known."""
-        self._shelf.expect(chunks, shards)
-
     @property
     def pins(self) -> bool:
         """Whether objects may lie in memory of the shelf."""
         return self._shelf.pins
 
-    def pin(self, ref: ObjectRef) -> Pinned | None:
-        """Pin an object in the memory of the shelf, unless a tier has it.
+    def pin_all(
+        self, chunk: Chunk, shards: Sequence[int], *, is_early: bool = False
+    ) -> Mapping[int, Pinned]:
+        """Pin objects in the memory of the shelf, but those that a tier has.
 
         What lies there is not copied into the tiers.
         """
-        if any(tier.holds(self.fmt, [ref])[0] for tier in self._tiers):
-            return None
-        return self._shelf.pin(ref)
+        refs = [ObjectRef(chunk, shard) for shard in shards]
+        in_tiers = [tier.holds(self.fmt, refs) for tier in self._tiers]
+        absent = [
+            shard
+            for index, shard in enumerate(shards)
+            if not any(present[index] for present in in_tiers)
+        ]
+        return self._shelf.pin_all(chunk, absent, is_early=is_early) if absent else {}
 
     def publish(
         self, ref: ObjectRef, buffer: BytesLike, *, suspect: bool = False, hold: Hold | None = None

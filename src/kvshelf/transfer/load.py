@@ -78,8 +78,6 @@ class LoadPiece:
         So many items are read at once where there is no bound.
     started : float or None
         When a thread began its first chunk, in seconds of :func:`time.monotonic`.
-    announced : int
-        Number of leading items that the shelf was told of.
     kept : dict
         The slots that it pins, by item.
     fresh : set of int
@@ -104,7 +102,6 @@ class LoadPiece:
     deadline: float = math.inf
     threads: int = 1
     started: float | None = None
-    announced: int = 0
     #: Mark of the work on the cache's device behind which the load may write to its slots; None:
     #: behind all of it that is there when the load begins.
     fence: object = None

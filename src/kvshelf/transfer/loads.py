@@ -8,8 +8,8 @@ load wants: it looks for the chunk in memory, or takes a slot (:mod:`kvshelf.mem
 thread that reads the last object of a chunk seals the slot, scatters the chunk once for each load
 that wants it, and gives the slot back. All loads that want a chunk share one :class:`Reading` of
 it, and fail together if its thread hangs. An object that lies in memory of another owner
-(:meth:`~kvshelf.shelf.view.ShelfView.pin`) is scattered from there. When all chunks of a load have
-arrived or were given up, the load is ``finished`` and says at which chunk it failed.
+(:meth:`~kvshelf.shelf.view.ShelfView.pin_all`) is scattered from there. When all chunks of a load
+have arrived or were given up, the load is ``finished`` and says at which chunk it failed.
 
 Order: threads alternate between the oldest load (so that every load finishes) and the load with the
 fewest chunks left, by powers of two (so that short loads do not queue behind long ones). A load
@@ -33,8 +33,8 @@ Contracts
   slot that it reads into stays with it.
 * Of a paged cache only the slots given are written, between :meth:`Loads.load` and the moment
   at which the load is reported finished, however it ends: loaded, failed, cancelled or late.
-* Nothing unverified is ever scattered or sealed. Memory of other owners is checked for validity
-  after the scatter: if it was taken back meanwhile, the chunk counts as failed.
+* Nothing unverified is ever scattered or sealed. Memory of another owner is given back after the
+  last scatter from it.
 * A thread takes a slot only while it holds none: at most as many chunks are begun as there are
   threads, so each of them finds a spare slot.
 * A slot is given back exactly once, when no thread reads into it and no copy from it runs. The last
@@ -57,7 +57,6 @@ from kvshelf.errors import (
     BadObjectError,
     DeviceUnavailableError,
     ObjectMissingError,
-    TransientStorageError,
     UnavailableStorageError,
 )
 from kvshelf.format.keys import Chunk
@@ -65,14 +64,11 @@ from kvshelf.format.names import object_name
 from kvshelf.kv.caches import KVMemory
 from kvshelf.memory.arena import bytes_at
 from kvshelf.memory.ring import Share, Slot
-from kvshelf.shelf.view import FailedRead, ObjectRef, Pinned, ShelfView
+from kvshelf.shelf.view import FailedRead, Pinned, ShelfView
 from kvshelf.traces import trace_range
 from kvshelf.transfer.context import TransferContext, TransferHalf
 from kvshelf.transfer.load import Failure, LoadPiece
 
-#: Objects of a load that are announced to the shelf at a time, the first ones by the step thread:
-#: a name for each takes a while.
-_ANNOUNCED: Final = 32
 #: Chunks of fewer bytes are read sooner by one thread than by two.
 _SHARED_BYTES: Final = 1 << 20
 #: The load with the fewest chunks left is looked for among so many of the oldest loads.
@@ -164,7 +160,6 @@ class Loads(TransferHalf):
         self._shards = context.plan.shards
         self.chunk_bytes = context.places.chunk_bytes
         self._ring = context.memory.ring
-        self._announced = max(1, _ANNOUNCED // len(self._shards))
         self._storage_threads = context.load_threads
         self._early_threads = max(1, self._storage_threads - max(1, self._storage_threads // 4))
         self._chunks_at_once = max(1, context.load_threads // len(self._shards))
@@ -209,8 +204,6 @@ class Loads(TransferHalf):
                 piece.fence = cache.fence()
             except DeviceUnavailableError:
                 usable = False
-        if usable:
-            self._announce(piece)
         with self._lock:
             if not early:
                 nbytes = bytes_ahead + self.loading_bytes + piece.nbytes
@@ -238,14 +231,6 @@ class Loads(TransferHalf):
         (self._early if piece.early else self._queue)[piece] = None
         self._update(piece)
         self._work.notify(len(piece.items))
-
-    def _announce(self, piece: LoadPiece) -> None:
-        """Announce the next items of a load to the shelf. The caller does not hold the lock."""
-        items = piece.items[piece.announced : piece.announced + self._announced]
-        piece.announced += self._announced
-        # A shelf that is told of a load with a bound would read all of it at once.
-        if items and not piece.early and not piece.at_once:
-            piece.view.expect([item.chunk for item in items], self._shards)
 
     def cancel(self, piece: LoadPiece, *, count: bool = True) -> None:
         """Give a load up.
@@ -435,17 +420,10 @@ class Loads(TransferHalf):
         chunk = reading.chunk
         shard = shards[0]
         try:
-            for piece, item in reading.wants[:1]:
-                if piece.announced <= item + self._announced:
-                    # Chunks before it lay in memory.
-                    piece.announced = max(piece.announced, item)
-                    self._announce(piece)
             view = reading.view
             if view.pins:
-                for shard in shards:
-                    pinned = view.pin(ObjectRef(chunk, shard))
-                    if pinned is not None:
-                        reading.lent[shard] = pinned
+                lent = view.pin_all(chunk, shards, is_early=reading.is_early)
+                reading.lent.update(lent)
                 shards = [shard for shard in shards if shard not in reading.lent]
                 if not shards:
                     return None
@@ -580,12 +558,6 @@ class Loads(TransferHalf):
                 for shard in self._shards
             ]
             memory.scatter_chunk(self._shards, slots.slots, payloads, fence)
-            # Memory of other owners may have been taken back meanwhile.
-            if not all(pinned.valid() for pinned in reading.lent.values()):
-                raise TransientStorageError(
-                    "the memory that lent it was taken back while it was read; where this recurs,"
-                    " loads take longer than loans last"
-                )
         except Exception as error:  # noqa: BLE001 - the thread must go on
             failed = FailedRead(self._shards[0], error)
             return self._note_failure(chunk, failed, [piece], Failure.ERROR)

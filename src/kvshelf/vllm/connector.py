@@ -20,7 +20,7 @@ import logging
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any, Final, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 import vllm
@@ -43,7 +43,7 @@ from vllm.v1.kv_cache_interface import iter_layer_specs
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvshelf.assembly import Role, assemble
-from kvshelf.config import DEFAULT_MEMORY, Config
+from kvshelf.config import Config
 from kvshelf.errors import ConfigError, UnsupportedError
 from kvshelf.format.namespace import Namespace
 from kvshelf.logs import RateLimitedLog, prefixed
@@ -72,14 +72,11 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from kvshelf.kv.streams import Streams
-    from kvshelf.server.segment import Segment
+    from kvshelf.server.connection import NodeClient
     from kvshelf.shelf.shelf import Shelf
     from kvshelf.vllm.worker.side import WorkerSide
 
 logger = logging.getLogger(__name__)
-
-#: Memory for chunks lies where a node server reads it, if it has no more bytes than this.
-_MOST_IN_REGIONS: Final = 16 << 30
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -173,15 +170,15 @@ class KVShelfConnector(KVConnectorBase_V1, SupportsHMA):
         on_cpu = device is None or device.device_type == "cpu"
         copies = not on_cpu and role is not KVConnectorRole.SCHEDULER
         gpu = _current_gpu() if copies else None
-        self._segment = _segment(self._config) if copies else None
+        self._node = None if server is None else _connect(server)
         served = functools.partial(
             _open_served,
+            self._node,
             self._config,
             self._counters,
             # A GPU copies from page-locked memory.
             in_place=not copies,
             gpu=gpu,
-            segment=self._segment,
         )
         self._assembly = assemble(
             self._config,
@@ -237,7 +234,7 @@ class KVShelfConnector(KVConnectorBase_V1, SupportsHMA):
                 kv_cache_config,
                 int(vllm_config.parallel_config.rank),
                 self._streams_of,
-                None if self._segment is None else self._segment.take_region,
+                None if self._node is None or self._config.read_only else self._node.share,
             )
             self._side = self._worker = WorkerSide(
                 registration,
@@ -477,7 +474,7 @@ class KVShelfConnector(KVConnectorBase_V1, SupportsHMA):
         """Publish what is staged for a bounded time; log what was lost. Idempotent."""
         # All of these are closed, the last one first, whatever some of them raise.
         with ExitStack() as stack:
-            for part in (self._segment, self._assembly, self._side):
+            for part in (self._node, self._assembly, self._side):
                 if part is not None:
                     stack.callback(part.close)
 
@@ -508,48 +505,36 @@ def _current_gpu() -> torch.device | None:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def _segment(config: Config) -> Segment | None:
-    """Return where a worker's page-locked memory for chunks lies, for its node server to read.
+def _connect(server: str) -> NodeClient:
+    """Return a connection to the node server, which is made in the background.
 
-    Ordinary memory lies elsewhere: the first use of shared memory, which has no huge pages, takes
-    longer than the copy that would be saved.
+    Raises
+    ------
+    ConfigError
+        If a package is missing, or the address is none of a server.
     """
-    if config.server is None or config.read_only:
-        return None
-    from kvshelf.server.segment import Segment
-
     try:
-        return Segment(DEFAULT_MEMORY, regions=_MOST_IN_REGIONS)
-    except (ConfigError, UnsupportedError):
-        # The shelf cannot be opened then, which is logged.
-        return None
+        from kvshelf.server.connection import NodeClient
+    except ImportError as error:
+        raise ConfigError(
+            f"server is {server}, but a package for node servers is missing ({error}): {INSTALL}"
+        ) from error
+    return NodeClient(server)
 
 
 def _open_served(
+    client: NodeClient | None,
     config: Config,
     counters: Counters,
     *,
     in_place: bool,
     gpu: torch.device | None,
-    segment: Segment | None,
 ) -> Shelf:
-    server = config.server
-    assert server is not None
-    try:
-        from kvshelf.server.shelf import open_served
-    except ImportError as error:
-        raise ConfigError(
-            f"server is {server}, but a package for node servers is missing ({error}): {INSTALL}"
-        ) from error
+    from kvshelf.server.view import open_served
 
+    assert client is not None
     return open_served(
-        server,
-        segment_bytes=DEFAULT_MEMORY,
-        segment=segment,
-        read_only=config.read_only,
-        in_place=in_place,
-        device=gpu,
-        counters=counters,
+        client, read_only=config.read_only, in_place=in_place, device=gpu, counters=counters
     )
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -22,7 +22,8 @@ from kvshelf.config import DEFAULT_MEMORY, Config
 from kvshelf.format.kinds import STATE, Kind
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.kv.topology import ShardPlan
-from kvshelf.memory.chunk_memory import ChunkMemory, Regions
+from kvshelf.memory.arena import Arena
+from kvshelf.memory.chunk_memory import ChunkMemory
 from kvshelf.memory.ring import rounded
 from kvshelf.metrics import Counters
 from kvshelf.pages import memory_limit
@@ -63,7 +64,7 @@ def take_memory(
     threads: int,
     rank: int = 0,
     device: torch.device | None = None,
-    regions: Regions | None = None,
+    share: Callable[[Arena], None] | None = None,
     counters: Counters | None = None,
 ) -> ChunkMemory:
     """Take the memory through which chunks of all kinds move.
@@ -77,7 +78,7 @@ def take_memory(
     threads : int
         Threads that load from an unknown storage, and have a spare slot of each kind. For other
         storages there are more, as far as memory allows.
-    rank, device, regions, counters
+    rank, device, share, counters
         As for :class:`~kvshelf.memory.chunk_memory.ChunkMemory`; rank 0 warns for all.
 
     Raises
@@ -120,7 +121,7 @@ def take_memory(
         keeps=config.memory_bytes > 0,
         first_bytes=2 * step,
         device=device,
-        regions=regions,
+        share=share,
         counters=counters,
         on_thread_start=widen_cpu_affinity,
     )

@@ -42,7 +42,8 @@ from kvshelf.kv.device import BUFFER_BYTES, DeviceKVCache
 from kvshelf.kv.streams import Streams
 from kvshelf.kv.topology import ShardPlan
 from kvshelf.logs import RateLimitedLog
-from kvshelf.memory.chunk_memory import ChunkMemory, ChunkPlaces, Regions
+from kvshelf.memory.arena import Arena
+from kvshelf.memory.chunk_memory import ChunkMemory, ChunkPlaces
 from kvshelf.metrics import COUNTERS, Counters
 from kvshelf.shelf.view import ShelfView
 from kvshelf.transfer.context import TransferContext
@@ -90,8 +91,9 @@ class Registration:
     rank : int
     streams : Callable[[torch.device], Streams or None]
         Returns the streams to use on a device; its own where the answer is None.
-    regions : Callable, optional
-        Takes memory for chunks, see :class:`~kvshelf.memory.chunk_memory.ChunkMemory`.
+    share : Callable, optional
+        Lets a node server read the memory for chunks, see
+        :class:`~kvshelf.memory.chunk_memory.ChunkMemory`.
 
     Attributes
     ----------
@@ -116,7 +118,7 @@ class Registration:
     kv_cache_config: Any = None
     rank: int = 0
     streams: Callable[[torch.device], Streams | None] = lambda device: None
-    regions: Regions | None = None
+    share: Callable[[Arena], None] | None = None
     on_device: bool = field(default=False, init=False)
     host: ChunkMemory | None = field(default=None, init=False)
     transfers: Transfers | None = field(default=None, init=False)
@@ -204,7 +206,7 @@ class Registration:
                 threads=threads,
                 rank=self.model.rank,
                 device=self.model.caches.device if self.on_device else None,
-                regions=self.regions,
+                share=self.share,
                 counters=self.assembly.counters,
             )
         for kind, plan in plans.items():
