@@ -112,7 +112,7 @@ class Setting:
 
     def borrowed(self, client: Client, index: int, *shards: int) -> dict[int, bytes]:
         """Borrow objects of a chunk and give them back."""
-        loans = client.shelf.view(self.fmt).pin_all(self.chunks[index], shards or (0,))
+        (loans,) = client.shelf.view(self.fmt).pin_all([self.chunks[index]], shards or (0,))
         data = {shard: bytes(loan.view) for shard, loan in loans.items()}
         for loan in loans.values():
             loan.release()
@@ -177,6 +177,24 @@ def test_objects_of_a_chunk_are_lent_together_or_not_at_all(setting: Setting) ->
     until(lambda: setting.server.stat("lent_bytes") == 0)
 
 
+def test_chunks_that_are_wanted_soon_are_lent_as_far_as_they_are_in_memory(
+    setting: Setting,
+) -> None:
+    setting.place(0, 1, 2)
+    client = setting.connect()
+    view = client.shelf.view(setting.fmt)
+    first = view.pin_all(setting.chunks[:4], (0, 1))
+    assert [sorted(loans) for loans in first] == [[0, 1], [], [], []]
+    # The server has begun to read what it has.
+    until(lambda: setting.server.stat("read_objects") == 6)
+    second = view.pin_all(setting.chunks[:4], (0, 1))
+    assert [sorted(loans) for loans in second] == [[0, 1], [0, 1], [0, 1], []]
+    for loans in (*first, *second):
+        for loan in loans.values():
+            loan.release()
+    until(lambda: setting.server.stat("lent_bytes") == 0)
+
+
 def test_object_of_another_parent_is_not_taken_for_this_one(setting: Setting) -> None:
     setting.place(0)
     client = setting.connect()
@@ -184,7 +202,7 @@ def test_object_of_another_parent_is_not_taken_for_this_one(setting: Setting) ->
     forged = Chunk(chunk.key, bytes(32), chunk.index, chunk.tokens)
     view = client.shelf.view(setting.fmt)
     with pytest.raises(BadObjectError):
-        view.pin_all(forged, (0,))
+        view.pin_all([forged], (0,))
     assert isinstance(view.load_all(forged, (0,), [memoryview(bytearray(9))]), FailedRead)
     until(lambda: setting.server.stat("lent_bytes") == 0)
     assert setting.path(0).exists()
@@ -243,7 +261,7 @@ def test_gpu_reads_from_memory_that_is_page_locked_in_pieces(
         loans = []
         for index in range(len(setting.chunks)):
             setting.publish(client, index)
-            loans += view.pin_all(setting.chunks[index], (0,)).values()
+            loans += view.pin_all([setting.chunks[index]], (0,))[0].values()
         assert all(runtime.holds(loan.view) for loan in loans)
         # A client has no more than a quarter of the memory.
         assert len(loans) >= (2 << 20) // fmt.object_size(0) - 1
@@ -348,7 +366,7 @@ def test_transfer_stores_from_shared_memory_and_loads_in_place(
     assert not load.failures
     assert all(reader.holds(item) for item in items)
     assert setting.server.stat("read_objects") == 0
-    assert setting.server.stat("memory_hits") == 16
+    assert setting.server.stat("memory_hits") >= 16
     assert setting.server.stat("stored_objects") == 16
     assert reader.count("loaded_chunks") == 8
     until(lambda: setting.server.stat("lent_bytes") == 0)
@@ -382,10 +400,10 @@ def test_server_that_is_gone_is_used_again_when_it_is_back(setting: Setting) -> 
     client = setting.connect()
     view = client.shelf.view(setting.fmt)
     setting.publish(client, 0)
-    loans = view.pin_all(setting.chunks[0], (0,))
+    (loans,) = view.pin_all([setting.chunks[0]], (0,))
     setting.server.close()
     with pytest.raises(UnavailableStorageError):
-        view.pin_all(setting.chunks[0], (0,))
+        view.pin_all([setting.chunks[0]], (0,))
     until(lambda: view.find([setting.ref(0)]) == [Presence.ERROR] and not client.shelf.available)
     # What was lent stays where it is.
     assert bytes(loans[0].view) == setting.image(0)

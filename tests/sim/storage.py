@@ -556,8 +556,20 @@ class LendingView(NamespaceView):
         return self._lending.pins
 
     def pin_all(
-        self, chunk: Chunk, shards: Sequence[int], *, is_early: bool = False
-    ) -> dict[int, Loan]:
+        self, chunks: Sequence[Chunk], shards: Sequence[int], *, is_early: bool = False
+    ) -> list[dict[int, Loan]]:
+        loans: list[dict[int, Loan]] = []
+        for chunk in chunks:
+            try:
+                loans.append(self._pin_chunk(chunk, shards))
+            except Exception:
+                # Of the chunks that are wanted soon comes what there is.
+                if not loans:
+                    raise
+                loans.append({})
+        return loans
+
+    def _pin_chunk(self, chunk: Chunk, shards: Sequence[int]) -> dict[int, Loan]:
         loans: dict[int, Loan] = {}
         try:
             for shard in shards:

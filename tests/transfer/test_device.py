@@ -103,7 +103,8 @@ def test_what_is_lent_is_given_back_after_the_device_has_read_it(tmp_path: Path,
         assert load.failed_at is None
         assert all(rig.holds(item) for item in items)
         until(lambda: all(loan.released for loan in lending.loans))
-        assert [loan.released for loan in lending.loans] == [1] * 6 * rig.fmt.shards
+        assert {loan.released for loan in lending.loans} == {1}
+        assert len(lending.loans) >= 6 * rig.fmt.shards
 
 
 def streams_of(rig: Rig) -> SimulatedStreams:

@@ -6,14 +6,16 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvshelf.format.keys import Chunk
 from kvshelf.memory.arena import bytes_at
 from kvshelf.shelf.view import NamespaceView
+from kvshelf.transfer import loads
 from kvshelf.transfer.load import Failure, LoadPiece
-from tests.sim.storage import FaultyStorage, LendingMemory, Loan, posix
+from tests.sim.storage import FaultyStorage, LendingMemory, LendingView, Loan, posix
 from tests.support.prompts import make_chunks
 from tests.support.threads import named
 from tests.support.transfers import Rig
@@ -118,8 +120,26 @@ def test_closing_ends_loads_of_lent_objects(lender: Lender) -> None:
     assert load.failed_at == 0
     lender.gate.set()
     ending.join(PATIENCE)
-    lender.settled(2)
+    lender.settled()
     assert all(lender.rig.untouched(item) for item in lender.rig.items(chunks, 20))
+
+
+def test_chunks_of_a_load_are_asked_for_together(
+    lender: Lender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loads, "_AHEAD", 4)
+    chunks = lender.put(12)
+    asked: list[int] = []
+    pin_all = LendingView.pin_all
+
+    def counting(view: LendingView, chunks: Sequence[Chunk], *args: Any, **options: Any) -> Any:
+        asked.append(len(chunks))
+        return pin_all(view, chunks, *args, **options)
+
+    monkeypatch.setattr(LendingView, "pin_all", counting)
+    lender.rig.comes_back(chunks, 20)
+    assert len(asked) < 12
+    lender.settled()
 
 
 def test_missing_object_is_not_looked_for_twice(lender: Lender) -> None:

@@ -422,14 +422,27 @@ class NodeClient:
         return self._send(connection, lambda number: make(number, *fields))
 
     def fetch(
-        self, names: Sequence[str], sizes: Sequence[int], *, is_early: bool = False
+        self,
+        names: Sequence[str],
+        sizes: Sequence[int],
+        *,
+        is_early: bool = False,
+        ahead: Sequence[str] = (),
     ) -> Future[list[Loan | int | Fault]]:
-        """Have objects lent.
+        """Have objects lent, see :class:`kvshelf.server.protocol.Fetch`.
+
+        Parameters
+        ----------
+        names : Sequence of str
+        sizes : Sequence of int
+            Bytes of each object, and of those that are asked for next.
+        is_early : bool
+        ahead : Sequence of str
 
         Returns
         -------
         Future of list
-            For each object its loan, :data:`protocol.NO_ROOM`, or a fault.
+            For each object its loan, :data:`~protocol.NO_ROOM`, MISSING, or a fault.
         """
         connection = self._connection
         lent: Future[list[Loan | int | Fault]] = Future()
@@ -442,7 +455,7 @@ class NodeClient:
                 lent.set_result(
                     [
                         connection.lend(answer, size)
-                        if isinstance(answer, int) and answer != protocol.NO_ROOM
+                        if isinstance(answer, int) and answer >= 0
                         else answer
                         for answer, size in zip(done.result(), sizes, strict=True)
                     ]
@@ -451,7 +464,7 @@ class NodeClient:
                 lent.set_exception(error)
 
         request = self._send(
-            connection, lambda number: protocol.Fetch(number, list(names), is_early)
+            connection, lambda number: protocol.Fetch(number, list(names), is_early, list(ahead))
         )
         request.add_done_callback(answered)
         return lent

@@ -329,9 +329,10 @@ class Node:
     # ------------------------------------------------------------------------- loads
 
     async def fetch(
-        self, loans: Loans, names: Sequence[str], is_early: bool
+        self, loans: Loans, names: Sequence[str], is_early: bool, ahead: Sequence[str] = ()
     ) -> list[int | bool | Fault]:
         """Lend objects, see :class:`kvshelf.server.protocol.Fetch`."""
+        lent_ahead = [self._lend_ahead(loans, name) for name in ahead]
         answers: list[int | bool | Fault | None] = [self._lend(loans, name) for name in names]
         missing = [number for number, answer in enumerate(answers) if answer is None]
         self._counts["memory_hits"] += len(names) - len(missing)
@@ -340,6 +341,7 @@ class Node:
             for number, answer in zip(missing, await asyncio.gather(*reads), strict=True):
                 answers[number] = answer
         final = [MISSING if answer is None else answer for answer in answers]
+        final += lent_ahead
         self._counts["refused_loans"] += final.count(NO_ROOM)
         self._counts["failed_fetches"] += sum(isinstance(answer, Fault) for answer in final)
         return final
@@ -351,6 +353,16 @@ class Node:
         if slot is not None:
             return self._note_loan(loans, slot)
         return NO_ROOM if self._ring.holds([key])[0] else None
+
+    def _lend_ahead(self, loans: Loans, name: str) -> int:
+        """Lend an object that is in memory, or begin to read it."""
+        answer = self._lend(loans, name)
+        if answer is None:
+            with suppress(KVShelfError):
+                self._begin_reading(loans, name, is_early=True)
+            return MISSING
+        self._counts["memory_hits"] += 1
+        return answer
 
     def _note_loan(self, loans: Loans, slot: Slot) -> int:
         if loans not in self._clients:

@@ -214,11 +214,15 @@ class Fetch(Message, frozen=True, tag="fetch"):
     ----------
     is_early : bool
         No request waits for them yet.
+    ahead : list of str
+        Objects that are asked for next. Those that are in memory now are lent with the others;
+        the server begins to read the rest, and answers :data:`MISSING`.
     """
 
     number: int
     names: Names
     is_early: bool = False
+    ahead: Names = []
 
 
 class GiveBack(Message, frozen=True, tag="give back"):

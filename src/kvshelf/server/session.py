@@ -365,7 +365,7 @@ class _Session:
             case protocol.Find():
                 return await node.find(loans, request.names)
             case protocol.Fetch():
-                return await node.fetch(loans, request.names, request.is_early)
+                return await node.fetch(loans, request.names, request.is_early, request.ahead)
             case protocol.Store():
                 return await node.store(
                     loans, request.name, request.offset, request.nbytes, request.is_suspect

@@ -86,39 +86,43 @@ class NodeView(NamespaceView):
         return self._in_place or self._node.client.is_page_locked
 
     def pin_all(
-        self, chunk: Chunk, shards: Sequence[int], *, is_early: bool = False
-    ) -> dict[int, Loan]:
-        """Have objects of a chunk lent, see :meth:`ShelfView.pin_all`."""
-        refs = [ObjectRef(chunk, shard) for shard in shards]
+        self, chunks: Sequence[Chunk], shards: Sequence[int], *, is_early: bool = False
+    ) -> list[dict[int, Loan]]:
+        """Have objects of chunks lent, see :meth:`ShelfView.pin_all`."""
+        refs = [ObjectRef(chunk, shard) for chunk in chunks for shard in shards]
         names, sizes = self._names_and_sizes(refs)
-        folder = self._folders[0]
-        named = [f"{folder}/{name}" for name in names]
+        names = [f"{self._folders[0]}/{name}" for name in names]
+        count = len(shards)
         begin = time.monotonic()
-        fetch = self._node.client.fetch
         outcomes = self.backend.read_by(
-            named[0], sum(sizes), lambda: fetch(named, sizes, is_early=is_early).result()
+            names[0],
+            sum(sizes[:count]),
+            lambda: self._node.client.fetch(
+                names[:count], sizes, is_early=is_early, ahead=names[count:]
+            ).result(),
         )
         assert outcomes is not None
-        loans = {
-            shard: outcome
-            for shard, outcome in zip(shards, outcomes, strict=True)
-            if isinstance(outcome, Loan)
-        }
+        loans = [outcome for outcome in outcomes if isinstance(outcome, Loan)]
         try:
-            for name, outcome in zip(named, outcomes, strict=True):
+            for name, outcome in zip(names[:count], outcomes, strict=False):
                 if isinstance(outcome, Fault):
                     raise outcome.error()
                 if outcome == MISSING:
                     raise ObjectMissingError(errno.ENOENT, "there is no such object", name)
-            for shard, loan in loans.items():
-                self.fmt.verify(loan.view, chunk, shard, payload=False)
+            for (chunk, shard), outcome in zip(refs, outcomes, strict=True):
+                if isinstance(outcome, Loan):
+                    self.fmt.verify(outcome.view, chunk, shard, payload=False)
         except BaseException:
-            for loan in loans.values():
+            for loan in loans:
                 loan.release()
             raise
         if loans:
             self._counters.observe("read", (time.monotonic() - begin) / len(loans), len(loans))
-        return loans
+        by_chunk: list[dict[int, Loan]] = [{} for _ in chunks]
+        for number, outcome in enumerate(outcomes):
+            if isinstance(outcome, Loan):
+                by_chunk[number // count][shards[number % count]] = outcome
+        return by_chunk
 
     def load_all(
         self,
@@ -132,7 +136,7 @@ class NodeView(NamespaceView):
         loans: dict[int, Loan] = {}
         try:
             if not self.pins:
-                loans = self.pin_all(chunk, shards)
+                (loans,) = self.pin_all([chunk], shards)
             for shard, buffer in zip(shards, buffers, strict=True):
                 if shard in loans:
                     copy_bytes(buffer, loans[shard].view)

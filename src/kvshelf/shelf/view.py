@@ -223,29 +223,32 @@ class ShelfView(ABC):
         return False
 
     def pin_all(
-        self, chunk: Chunk, shards: Sequence[int], *, is_early: bool = False
-    ) -> Mapping[int, Pinned]:
-        """Return objects of a chunk where they lie in memory, whole and verified, to be read there.
+        self, chunks: Sequence[Chunk], shards: Sequence[int], *, is_early: bool = False
+    ) -> Sequence[Mapping[int, Pinned]]:
+        """Return objects of chunks where they lie in memory, whole and verified, to be read there.
 
         Parameters
         ----------
-        chunk : Chunk
+        chunks : Sequence of Chunk
+            The first is wanted now. The others are wanted soon: of these come those that are in
+            memory now.
         shards : Sequence of int
-            At least one.
+            Of each chunk; at least one.
         is_early : bool
             No request waits for them yet.
 
         Returns
         -------
-        Mapping of int to Pinned
-            By shard; the caller releases each once. What is not there :meth:`load_all` may have.
+        Sequence of Mapping of int to Pinned
+            For each chunk by shard; the caller releases each once. What is not there
+            :meth:`load_all` may have.
 
         Raises
         ------
         ObjectMissingError, BadObjectError, StorageError
-            As for :meth:`load`, if one of them cannot be had.
+            As for :meth:`load`, if an object of the first chunk cannot be had.
         """
-        return {}
+        return [{} for _ in chunks]
 
     @abstractmethod
     def publish(

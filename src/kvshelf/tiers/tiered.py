@@ -150,20 +150,16 @@ class TieredView(ShelfView):
         return self._shelf.pins
 
     def pin_all(
-        self, chunk: Chunk, shards: Sequence[int], *, is_early: bool = False
-    ) -> Mapping[int, Pinned]:
-        """Pin objects in the memory of the shelf, but those that a tier has.
+        self, chunks: Sequence[Chunk], shards: Sequence[int], *, is_early: bool = False
+    ) -> Sequence[Mapping[int, Pinned]]:
+        """Pin objects in the memory of the shelf, unless a tier has objects of the first chunk.
 
         What lies there is not copied into the tiers.
         """
-        refs = [ObjectRef(chunk, shard) for shard in shards]
-        in_tiers = [tier.holds(self.fmt, refs) for tier in self._tiers]
-        absent = [
-            shard
-            for index, shard in enumerate(shards)
-            if not any(present[index] for present in in_tiers)
-        ]
-        return self._shelf.pin_all(chunk, absent, is_early=is_early) if absent else {}
+        refs = [ObjectRef(chunks[0], shard) for shard in shards]
+        if any(any(tier.holds(self.fmt, refs)) for tier in self._tiers):
+            return [{} for _ in chunks]
+        return self._shelf.pin_all(chunks, shards, is_early=is_early)
 
     def publish(
         self, ref: ObjectRef, buffer: BytesLike, *, suspect: bool = False, hold: Hold | None = None

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
 from kvshelf.format.keys import Chunk
 from kvshelf.format.kinds import DRAFT, Kind
 from kvshelf.memory.ring import Slot
-from kvshelf.shelf.view import ShelfView
+from kvshelf.shelf.view import Pinned, ShelfView
 from kvshelf.transfer.context import ChunkSlots
 
 
@@ -82,6 +82,10 @@ class LoadPiece:
         The slots that it pins, by item.
     fresh : set of int
         Those of them that were read for it.
+    lent : dict
+        Objects that lie in memory of another owner, of items that no thread has begun.
+    asked : int
+        The first item whose objects the owner of such memory was not asked for.
     """
 
     view: ShelfView
@@ -109,6 +113,8 @@ class LoadPiece:
     scattering: int = 0
     kept: dict[int, Slot] = field(default_factory=dict)
     fresh: set[int] = field(default_factory=set)
+    lent: dict[int, Mapping[int, Pinned]] = field(default_factory=dict)
+    asked: int = 0
     #: The first item that no thread has begun.
     next_item: int = 0
     #: A flag for each item that a thread has begun, and for each that is in the cache.

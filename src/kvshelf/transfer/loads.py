@@ -48,7 +48,7 @@ import functools
 import threading
 import time
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Final
@@ -69,6 +69,8 @@ from kvshelf.traces import trace_range
 from kvshelf.transfer.context import TransferContext, TransferHalf
 from kvshelf.transfer.load import Failure, LoadPiece
 
+#: Chunks whose objects the owner of other memory is asked for at a time.
+_AHEAD: Final = 16
 #: Chunks of fewer bytes are read sooner by one thread than by two.
 _SHARED_BYTES: Final = 1 << 20
 #: The load with the fewest chunks left is looked for among so many of the oldest loads.
@@ -83,6 +85,12 @@ def _failure_of(error: Exception) -> Failure:
     if isinstance(error, UnavailableStorageError | DeviceUnavailableError):
         return Failure.UNAVAILABLE
     return Failure.ERROR
+
+
+def _release(lent: Mapping[int, Pinned]) -> None:
+    """Give objects back to the owner of their memory."""
+    for pinned in lent.values():
+        pinned.release()
 
 
 class _NoRoomError(Exception):
@@ -422,8 +430,7 @@ class Loads(TransferHalf):
         try:
             view = reading.view
             if view.pins:
-                lent = view.pin_all(chunk, shards, is_early=reading.is_early)
-                reading.lent.update(lent)
+                self._borrow(reading, shards)
                 shards = [shard for shard in shards if shard not in reading.lent]
                 if not shards:
                     return None
@@ -436,6 +443,39 @@ class Loads(TransferHalf):
             return view.load_all(chunk, shards, buffers, hold)
         except Exception as error:  # noqa: BLE001 - the thread must go on
             return FailedRead(shard, error)
+
+    def _borrow(self, reading: Reading, shards: Sequence[int]) -> None:
+        """Have objects of a chunk lent, and those of the next chunks that its load wants.
+
+        A message for each chunk would take as long as the copy of a small one.
+        """
+        ahead: range | None = None
+        with self._lock:
+            piece, item = reading.wants[0] if reading.wants else (None, 0)
+            if piece is not None:
+                reading.lent.update(piece.lent.pop(item, {}))
+                if not (piece.early or piece.at_once):
+                    ahead = range(max(item + 1, piece.asked), min(item + _AHEAD, piece.wanted))
+        shards = [shard for shard in shards if shard not in reading.lent]
+        if not shards:
+            return
+        chunks = [reading.chunk]
+        if piece is not None and ahead:
+            piece.asked = ahead.stop
+            chunks += [piece.items[next_item].chunk for next_item in ahead]
+        lent, *lent_ahead = reading.view.pin_all(chunks, shards, is_early=reading.is_early)
+        unused: list[Mapping[int, Pinned]] = []
+        with self._lock:
+            reading.lent.update(lent)
+            for next_item, pinned in zip(ahead or (), lent_ahead, strict=True):
+                assert piece is not None
+                if piece.wants(next_item) and next_item >= piece.next_item:
+                    piece.lent[next_item] = pinned
+                else:
+                    # Another thread has begun it meanwhile.
+                    unused.append(pinned)
+        for pinned in unused:
+            _release(pinned)
 
     def _slot_for(self, reading: Reading) -> Slot | None:
         """Return the slot of a chunk, taken for its first object; None if the chunk is over."""
@@ -668,6 +708,8 @@ class Loads(TransferHalf):
 
     def _complete(self, piece: LoadPiece) -> None:
         piece.finished = True
+        while piece.lent:
+            _release(piece.lent.popitem()[1])
         if piece.wanted and not piece.early:
             self._context.count("loaded_chunks", piece.wanted)
         del self._active[piece]
