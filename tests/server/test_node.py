@@ -24,6 +24,7 @@ from kvshelf.errors import (
     TransientStorageError,
     UnavailableStorageError,
 )
+from kvshelf.format.namespace import Namespace
 from kvshelf.metrics import Counters
 from kvshelf.server import node as node_module
 from kvshelf.server.namespaces import Namespaces
@@ -140,7 +141,7 @@ def test_client_has_a_quarter_of_the_memory_at_most_and_all_together_a_half(
     fill(root, 40)
     desk = make(slots=16)
     greedy, *others = (desk.connect() for _ in range(4))
-    answers = desk.fetch(greedy, NAMES[:8])
+    answers = [desk.fetch(greedy, [name])[0] for name in NAMES[:8]]
     assert [answer == NO_ROOM for answer in answers] == [False] * 4 + [True] * 4
     # It never gives anything back: others have what is left of the half, in turns.
     for start in range(8, 40, 4):
@@ -506,6 +507,11 @@ def test_volatile_object_is_kept_in_memory_alone(make: MakeDesk, root: Path) -> 
 def test_record_that_is_none_is_refused(desk: Desk) -> None:
     for record in (b"", b"{}", b"\xff", b"x" * (2 << 20)):
         with pytest.raises((ConfigError, ValueError)):
+            desk.call(desk.node.register, record, "slug", False)
+    layers = [f"layers.{number}" for number in range(2000)]
+    for change in ({"shards": 2000}, {"layer_names": layers}):
+        record = Namespace({**FMT.namespace.record, **change}).encoded
+        with pytest.raises(ConfigError, match="are served"):
             desk.call(desk.node.register, record, "slug", False)
     desk.register(FMT)
 

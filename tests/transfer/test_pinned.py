@@ -128,7 +128,7 @@ def test_chunks_of_a_load_are_asked_for_together(
     lender: Lender, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loads, "_AHEAD", 4)
-    chunks = lender.put(12)
+    chunks = lender.put(7)
     asked: list[int] = []
     pin_all = LendingView.pin_all
 
@@ -138,7 +138,7 @@ def test_chunks_of_a_load_are_asked_for_together(
 
     monkeypatch.setattr(LendingView, "pin_all", counting)
     lender.rig.comes_back(chunks, 20)
-    assert len(asked) < 12
+    assert len(asked) < 7
     lender.settled()
 
 
