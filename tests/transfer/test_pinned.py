@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from kvshelf.backends.guard import GuardedBackend
 from kvshelf.format.keys import Chunk
 from kvshelf.memory.arena import bytes_at
 from kvshelf.shelf.view import NamespaceView
@@ -128,6 +129,7 @@ def test_chunks_of_a_load_are_asked_for_together(
     lender: Lender, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loads, "_AHEAD", 4)
+    monkeypatch.setattr(GuardedBackend, "reads_whole", True)
     # Others may begin a chunk before the answer is there.
     lender.rig.loads._storage_threads = 1
     chunks = lender.put(7)

@@ -454,7 +454,8 @@ class Loads(TransferHalf):
             piece, item = reading.wants[0] if reading.wants else (None, 0)
             if piece is not None:
                 reading.lent.update(piece.lent.pop(item, {}))
-                if not (piece.early or piece.at_once):
+                is_whole = len(shards) == len(self._shards)
+                if is_whole and not (piece.early or piece.at_once):
                     ahead = range(max(item + 1, piece.asked), min(item + _AHEAD, piece.wanted))
         shards = [shard for shard in shards if shard not in reading.lent]
         if not shards:
