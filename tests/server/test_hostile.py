@@ -159,9 +159,9 @@ def anonymous_memory(pid: int) -> int:
 def test_requests_of_a_hostile_client_change_nothing_for_another(
     seconds: float, tmp_path: Path
 ) -> None:
-    """Ten thousand of them; as a slow test for ten minutes, or KVSHELF_TEST_SECONDS."""
+    """Ten thousand of them; as a slow test for ten minutes, or TEST_SECONDS."""
     if seconds:
-        seconds = float(os.environ.get("KVSHELF_TEST_SECONDS", seconds))
+        seconds = float(os.environ.get("TEST_SECONDS", seconds))
     shelf = tmp_path / "shelf"
     for chunk in CHUNKS[:COUNT]:
         put(shelf, FMT, chunk)

@@ -183,9 +183,9 @@ def test_client_that_is_stopped_in_a_copy_keeps_its_loans_and_no_other_client_wa
 def test_clients_and_servers_that_are_killed_again_and_again_leave_nothing(
     server: ServeProcess, shelf: Path
 ) -> None:
-    """For KVSHELF_TEST_SECONDS; 20 by default."""
+    """For TEST_SECONDS; 20 by default."""
     chance = random.Random(7)
-    end = time.monotonic() + float(os.environ.get("KVSHELF_TEST_SECONDS", "20"))
+    end = time.monotonic() + float(os.environ.get("TEST_SECONDS", "20"))
     files = set(os.listdir("/dev/shm"))
     with contextlib.ExitStack() as stack:
 
