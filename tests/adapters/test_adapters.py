@@ -794,6 +794,17 @@ def test_chunks_without_room_are_not_stored(
     engine.scheduler.end_session("b")
 
 
+def test_load_that_cannot_begin_is_a_load_error(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(*_: object) -> None:
+        raise RuntimeError("no thread")
+
+    engine.store("s", op("tokens", range(PER_CHUNK), 1))
+    monkeypatch.setattr(engine.worker._transfers, "load", load)
+    assert engine.load("a", op("tokens", range(PER_CHUNK), 1)) == set(range(PER_CHUNK))
+
+
 def test_missing_chunks_are_load_errors(server: LocalServer, engine: Engine) -> None:
     engine.store("s", op("tokens", range(PER_CHUNK), 1))
     ids = list(range(20, 20 + 3 * PER_CHUNK))

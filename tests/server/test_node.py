@@ -382,6 +382,7 @@ def test_stores_of_one_object_at_the_same_time_are_one(desk: Desk, root: Path) -
     stores = [desk.begin(desk.node.store(client, NAMES[1], 0, SIZE, False)) for client in clients]
     outcomes = [store.exception(PATIENCE) for store in stores]
     assert isinstance(outcomes[0], BadObjectError) and outcomes[1:] == [None, None]
+    assert sorted(store.result() for store in stores[1:]) == ["created", "existed"]
 
 
 def test_object_that_the_shelf_did_not_take_is_not_kept(desk: Desk) -> None:

@@ -179,6 +179,6 @@ class EngineCaches:
         per_chunk = self._fmt.chunk_size // self._block_size
         first = op.skip_first_n_tokens // self._block_size
         return [
-            {op.block_ids[place] for place in range(start, start + per_chunk) if place >= first}
+            {op.block_ids[number] for number in range(max(start, first), start + per_chunk)}
             for start in range(0, chunks * per_chunk, per_chunk)
         ]

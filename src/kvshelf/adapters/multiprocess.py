@@ -114,24 +114,26 @@ def _engine(
     names: tuple[str, ...] = ("vllm_block_size", "parallel_strategy")
     if len(given) + len(named) != len(names):
         names = ("world_size", "kv_rank", "vllm_block_size")
-    found = {**dict(zip(names, given, strict=False)), **named}
-    if len(given) + len(named) != len(names) or set(found) != set(names):
+    engine = {**dict(zip(names, given, strict=False)), **named}
+    if len(given) + len(named) != len(names) or set(engine) != set(names):
         raise TypeError(
             f"after the model's name {len(given)} arguments and {', '.join(named) or 'no names'}"
             " were given; expected vllm_block_size and parallel_strategy, or world_size, kv_rank"
             " and vllm_block_size"
         )
-    block_size, strategy = found["vllm_block_size"], found.get("parallel_strategy")
-    if strategy is None and "world_size" in found:
-        strategy = _strategy(model, found["world_size"], found["kv_rank"])
+    block_size, strategy = engine["vllm_block_size"], engine.get("parallel_strategy")
+    if strategy is None and "world_size" in engine:
+        strategy = _strategy(model, engine["world_size"], engine["kv_rank"])
     elif not isinstance(strategy, ParallelStrategy):
         try:
-            own = {field.name: getattr(strategy, field.name) for field in fields(ParallelStrategy)}
+            values = {
+                field.name: getattr(strategy, field.name) for field in fields(ParallelStrategy)
+            }
         except AttributeError:
             raise TypeError(
                 f"parallel_strategy is {strategy!r}; expected a ParallelStrategy"
             ) from None
-        strategy = ParallelStrategy(**own)
+        strategy = ParallelStrategy(**values)
     if not isinstance(block_size, int):
         raise TypeError(f"vllm_block_size is {block_size!r}; expected a number of tokens")
     return block_size, strategy

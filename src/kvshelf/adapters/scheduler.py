@@ -177,7 +177,7 @@ class SchedulerAdapter(Adapter):
             return
         self._sessions[request_id] = lookup
         self._service(fmt, shelf).submit(
-            tokens, make_chain, on_done=lambda done: self._note_answer(lookup, request_id, done)
+            tokens, make_chain, on_done=lambda search: self._note_answer(lookup, request_id, search)
         )
 
     def _service(self, fmt: ObjectFormat, shelf: NodeShelf) -> LookupService:
@@ -191,9 +191,9 @@ class SchedulerAdapter(Adapter):
             self._services[fmt.namespace.digest] = service
         return service
 
-    def _note_answer(self, lookup: _PromptLookup, request_id: str, done: Lookup) -> None:
+    def _note_answer(self, lookup: _PromptLookup, request_id: str, search: Lookup) -> None:
         """Note the answer, and have what was found kept in memory. A thread of lookups."""
-        chunks = [] if done.chain is None else done.chain.chunks[: done.hit_chunks]
+        chunks = [] if search.chain is None else search.chain.chunks[: search.hit_chunks]
         with self._lock:
             if lookup.hit is not None or lookup.is_over:
                 return

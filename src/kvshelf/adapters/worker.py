@@ -348,8 +348,8 @@ class WorkerAdapter(Adapter):
             self._operations.expire(operation)
             return
         if op.token_ids is not None:
-            chain = token_chain(self.fmt, identity)
             try:
+                chain = token_chain(self.fmt, identity)
                 chain.extend(op.token_ids[: op.end // self.chunk_size * self.chunk_size])
             except ValueError as error:
                 self._log.warning("request %s was not copied: %s", request_id, error)
@@ -409,7 +409,14 @@ class WorkerAdapter(Adapter):
             return
         name = f"{next(self._numbers)} {operation.request_id}"
         self._loads[name] = operation
-        transfers.load(name, {FULL: view}, {FULL: items[first:]})
+        try:
+            transfers.load(name, {FULL: view}, {FULL: items[first:]})
+        except Exception as error:  # noqa: BLE001 - it must not end the engine's step
+            del self._loads[name]
+            self._log.warning("request %s was not loaded: %s", operation.request_id, error)
+            for number in range(first, len(items)):
+                self._operations.end_chunk(operation, number, is_done=False)
+            self._operations.leave(operation)
 
     def _note_loads(self) -> None:
         """Note the loads that have ended."""

@@ -381,8 +381,8 @@ class NodeClient:
         registered = namespace, is_volatile
         with self._lock:
             is_new = registered not in self._namespaces
-            others = (other for other in self._namespaces if other != registered)
-            self._namespaces = [registered, *others][:_NAMESPACES]
+            rest = [entry for entry in self._namespaces if entry != registered]
+            self._namespaces = [registered, *rest][:_NAMESPACES]
             connection = self._connection
         if is_new and connection is not None:
             self._register(connection, namespace, is_volatile)
@@ -394,8 +394,8 @@ class NodeClient:
         )
         request.add_done_callback(self._registered)
 
-    def _registered(self, done: Future[Any]) -> None:
-        error = done.exception()
+    def _registered(self, reply: Future[Any]) -> None:
+        error = reply.exception()
         if error is not None and not isinstance(error, UnavailableStorageError):
             self._log.warning("the node server did not take the namespace: %s", error)
 
@@ -450,14 +450,14 @@ class NodeClient:
             lent.set_exception(self._unavailable("is not connected"))
             return lent
 
-        def answered(done: Future[Any]) -> None:
+        def answered(reply: Future[Any]) -> None:
             try:
                 lent.set_result(
                     [
                         connection.lend(answer, size)
                         if isinstance(answer, int) and answer >= 0
                         else answer
-                        for answer, size in zip(done.result(), sizes, strict=True)
+                        for answer, size in zip(reply.result(), sizes, strict=True)
                     ]
                 )
             except Exception as error:  # noqa: BLE001 - whatever it is, the waiting side gets it

@@ -97,7 +97,7 @@ class ServerMetrics(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yield all metrics."""
         stats, counts = self.stats(), self.counters.snapshot()
-        known = self.counters.gauges()
+        gauges = self.counters.gauges()
         for name, meaning in {**COUNTERS, **LOOP}.items():
             yield CounterMetricFamily(PREFIX + name, meaning, value=stats.get(name, 0))
         for name in OF_THE_SHELF:
@@ -108,7 +108,7 @@ class ServerMetrics(Collector):
             yield GaugeMetricFamily(PREFIX + name, meaning, value=stats.get(name, 0))
         for name in GAUGES_OF_THE_SHELF:
             # Without a value the metric has no sample.
-            yield GaugeMetricFamily(PREFIX + name, SHELF_GAUGES[name][0], value=known.get(name))
+            yield GaugeMetricFamily(PREFIX + name, SHELF_GAUGES[name][0], value=gauges.get(name))
         for name, breaker in (("read", self.backend.reads), ("write", self.backend.writes)):
             yield GaugeMetricFamily(
                 f"{PREFIX}{name}_breaker_state",
@@ -175,8 +175,8 @@ class Health:
             if path == "/health":
                 return text(200, "ok") if healthy() else text(503, "hangs")
             if path == "/ready":
-                found = problem()
-                return text(200, "ok") if found is None else text(503, found)
+                reason = problem()
+                return text(200, "ok") if reason is None else text(503, reason)
             if path == "/metrics":
                 return Page(200, CONTENT_TYPE_LATEST, generate_latest(registry))
             return None

@@ -9,6 +9,7 @@ Contracts
 * The server alone writes to its memory. A slot is sealed once its object was verified there, so
   neither a stray write of a client nor a late copy of a GPU changes what other clients read.
 * A loan ends when the client gives it back, or when its connection has ended; never by a time.
+  Locks, which lend no memory to the client, end by a time too.
 * A connection has at most a quarter of the memory on loan, all of them together at most a half, or
   one object. Stores under way take at most a quarter. What finds no room is answered at once with
   ``NO_ROOM``: the client reads the bytes by its stream then.
@@ -20,8 +21,8 @@ Contracts
 
 Threads
 -------
-All methods run on the loop's thread and none blocks it, but :meth:`Node.stats`, which any thread
-may call. What calls the storage, or copies an object, runs on a :class:`Pool`.
+All methods run on the loop's thread and none blocks it, but those whose docstring says that they
+are for a thread of the :class:`Pool`, and :meth:`Node.stats`, which any thread may call.
 """
 
 from __future__ import annotations
@@ -84,8 +85,9 @@ GAUGES: Final = {
     "stores": "stores of objects under way",
 }
 
-#: Seconds after which the locks of a session end.
+#: Seconds after which the locks of a session end, and sessions that one connection may have.
 LOCK_SECONDS: Final = 30.0
+_SESSIONS: Final = 16384
 #: Parts of the memory for the loans of one connection, of all, and for stores and reads.
 _LENT_TO_ONE, _LENT, _STORING, _READING = 4, 2, 4, 4
 #: Threads on low-latency storage, and the most on others.
@@ -295,7 +297,13 @@ class Node:
 
     def lock(self, loans: Loans, session: str, names: Sequence[str]) -> None:
         """Lock objects for a request, see :class:`kvshelf.server.protocol.Lock`."""
-        locks = loans.sessions.setdefault(session, {})
+        locks = loans.sessions.get(session)
+        if locks is None:
+            if len(loans.sessions) >= _SESSIONS:
+                return
+            locks = loans.sessions[session] = {}
+            expire_session = partial(self._expire, loans, session, locks)
+            asyncio.get_running_loop().call_later(LOCK_SECONDS, expire_session)
 
         def lock_object(key: str, _: object = None) -> bool:
             if key in locks or loans.sessions.get(session) is not locks:
@@ -305,16 +313,12 @@ class Node:
                 locks[key] = slot
             return slot is not None
 
-        def expire() -> None:
-            if loans.sessions.get(session) is locks:
-                self.end_session(loans, session, ())
-
         room = loans.share.limit - loans.share.pinned_bytes
         for name in names:
             key = memory_name(name)
             if lock_object(key):
                 continue
-            with suppress(KVShelfError):
+            with suppress(KVShelfError, ValueError):
                 room -= self._namespaces.object(name).size
                 if room < 0:
                     # What is read beyond the share would not be locked.
@@ -324,7 +328,11 @@ class Node:
                     reading.task.add_done_callback(partial(lock_object, key))
         if self._uses is not None:
             self._uses.note(self._backend, list(names))
-        asyncio.get_running_loop().call_later(LOCK_SECONDS, expire)
+
+    def _expire(self, loans: Loans, session: str, locks: dict[str, Slot]) -> None:
+        """End the locks of a session whose time is over, unless it has begun anew."""
+        if loans.sessions.get(session) is locks:
+            self.end_session(loans, session, ())
 
     # ------------------------------------------------------------------------- loads
 
@@ -358,7 +366,7 @@ class Node:
         """Lend an object that is in memory, or begin to read it."""
         answer = self._lend(loans, name)
         if answer is None:
-            with suppress(KVShelfError):
+            with suppress(KVShelfError, ValueError):
                 self._begin_reading(loans, name, is_early=True)
             return MISSING
         self._counts["memory_hits"] += 1
@@ -459,7 +467,7 @@ class Node:
         return slot
 
     def _hold(self, slot: Slot) -> Callable[[], None] | None:
-        """Keep the memory of a slot, which the caller holds, for the disk tier."""
+        """Keep the memory of a slot for the disk tier. A thread of the pool, which holds it."""
         if not self._ring.pin(slot, self._copied):
             return None
         return partial(self._ring.release, self._copied, [slot])
@@ -506,18 +514,14 @@ class Node:
     async def _store(
         self, loans: Loans, name: str, offset: int, nbytes: int, is_suspect: bool
     ) -> WriteResult:
-        self._check_running()
         key = memory_name(name)
-        other = self._stores.get(key)
-        if other is not None:
+        while (running := self._stores.get(key)) is not None:
             self._counts["joined_stores"] += 1
-            try:
-                await asyncio.shield(other)
-            except KVShelfError:
-                # The fault of one client is not that of another.
-                pass
-            else:
+            # The fault of one client is not that of another.
+            with suppress(Exception):
+                await asyncio.shield(running)
                 return WriteResult.EXISTED
+        self._check_running()
         if is_marker(name) and not nbytes:
             work = partial(self._storage.mark, name)
         else:

@@ -93,8 +93,8 @@ def serve(
     with contextlib.ExitStack() as opened:
         # A signal may reach any thread at any time. Python writes a byte then, which wakes the main
         # thread for sure; a lock is not told, and a handler must not take one.
-        told, tells = map(opened.enter_context, socket.socketpair())
-        tells.setblocking(False)
+        wake_reader, wake_writer = map(opened.enter_context, socket.socketpair())
+        wake_writer.setblocking(False)
         server = Server(url)
         opened.callback(server.close)
         arena = Arena(memory_bytes, shared=True)
@@ -125,7 +125,7 @@ def serve(
             finally:
                 over = True
                 with contextlib.suppress(OSError):
-                    tells.send(b"\0")
+                    wake_writer.send(b"\0")
 
         def problem() -> str | None:
             if over:
@@ -150,14 +150,14 @@ def serve(
         # an answer.
         gc.collect()
         gc.freeze()
-        before = {which: signal.signal(which, stop) for which in (signal.SIGTERM, signal.SIGINT)}
-        wakes = signal.set_wakeup_fd(tells.fileno(), warn_on_full_buffer=False)
+        handlers = {which: signal.signal(which, stop) for which in (signal.SIGTERM, signal.SIGINT)}
+        wakes = signal.set_wakeup_fd(wake_writer.fileno(), warn_on_full_buffer=False)
         thread = threading.Thread(target=run, name="kvshelf-loop", daemon=True)
         thread.start()
         try:
             ready(shelf.url, port)
             while not over:
-                told.recv(1)
+                wake_reader.recv(1)
             if not failures:
                 unfinished = server.drain(_DRAIN_SECONDS)
                 if unfinished:
@@ -166,7 +166,7 @@ def serve(
             server.stop()
             thread.join(_CLOSE_SECONDS)
             signal.set_wakeup_fd(wakes)
-            for which, handler in before.items():
+            for which, handler in handlers.items():
                 signal.signal(which, handler)
         if failures:
             raise failures[0]
@@ -174,6 +174,6 @@ def serve(
 
 def answers(post: Callable[[Callable[[], None]], None], seconds: float) -> bool:
     """Whether a loop runs what is posted, within so many seconds."""
-    heard = threading.Event()
-    post(heard.set)
-    return heard.wait(seconds)
+    has_run = threading.Event()
+    post(has_run.set)
+    return has_run.wait(seconds)
