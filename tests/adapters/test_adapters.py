@@ -289,7 +289,8 @@ def test_chunk_that_a_hash_names_depends_on_nothing_else() -> None:
     fmt = ObjectFormat(namespace())
     chunk = hashed_chunk(fmt, b"x" * 32)
     assert chunk == hashed_chunk(ObjectFormat(namespace()), b"x" * 32)
-    assert chunk.key != hashed_chunk(fmt, b"y" * 32).key
+    assert chunk.key != hashed_chunk(fmt, b"x" * 31 + b"y").key
+    assert {hashed_chunk(fmt, bytes([byte])).index % 2 for byte in range(16)} == {0, 1}
     assert len(set(names_of(fmt, [chunk]))) == fmt.shards
 
 

@@ -185,6 +185,7 @@ def test_client_that_leaves_while_its_requests_are_served_leaves_nothing(
     gate = desk.hold("read", "write")
     client, other = desk.connect(image(9)), desk.connect()
     fetch = desk.begin(desk.node.fetch(client, NAMES[:4], False))
+    late = desk.begin(desk.node.fetch(client, NAMES[:4], False))
     shared = desk.begin(desk.node.fetch(other, NAMES[:1], False))
     store = desk.begin(desk.node.store(client, NAMES[9], 0, SIZE, False))
     desk.call(desk.node.lock, client, "s", NAMES[:4])
@@ -193,6 +194,7 @@ def test_client_that_leaves_while_its_requests_are_served_leaves_nothing(
     fetch.cancel()
     store.cancel()
     gate.set()
+    assert late.result(PATIENCE) == [NO_ROOM] * 4
     # The read that another client waits for goes on, and so does the store.
     assert desk.bytes_at(shared.result(PATIENCE)[0], SIZE) == image(0)
     until((root / NAMES[9]).exists)

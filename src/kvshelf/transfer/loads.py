@@ -469,8 +469,7 @@ class Loads(TransferHalf):
         with self._lock:
             reading.lent.update(lent)
             for next_item, pinned in zip(ahead or (), lent_ahead, strict=True):
-                assert piece is not None
-                if piece.wants(next_item) and next_item >= piece.next_item:
+                if piece is not None and piece.wants(next_item) and next_item >= piece.next_item:
                     piece.lent[next_item] = pinned
                 else:
                     # Another thread has begun it meanwhile.
