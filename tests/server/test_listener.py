@@ -210,7 +210,7 @@ def test_memory_is_passed_both_ways_for_reading_only(server: LocalServer) -> Non
         server.arena.view[5000:5005] = b"hello"
         memory = client._connection.memory
         assert bytes(memory[5000:5005]) == b"hello"
-        assert server.stat("clients") == 2
+        until(lambda: server.stat("clients") == 2)
         with pytest.raises(TypeError):
             memory[0] = 1
         with pytest.raises(PermissionError):
