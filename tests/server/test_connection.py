@@ -176,6 +176,16 @@ def test_connection_stays_open_until_its_last_loan_has_ended(server: LocalServer
     assert server.stat("lent_bytes") == 0
 
 
+def test_loan_may_end_on_a_thread_that_sends(server: LocalServer) -> None:
+    """The collector of garbage ends it there."""
+    with connect(server) as client:
+        (loan,) = borrow(client, 0)
+        assert client._connection is not None
+        with client._connection.lock:
+            loan.release()
+        until(lambda: server.stat("lent_bytes") == 0)
+
+
 def test_memory_that_is_shared_later_is_read_after_a_new_greeting(server: LocalServer) -> None:
     with connect(server) as client, contextlib.closing(Arena(1 << 20, shared=True)) as arena:
         (loan,) = borrow(client, 0)

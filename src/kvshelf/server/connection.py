@@ -122,7 +122,8 @@ class _Connection:
         self.welcome = welcome
         self.memory = memory
         self.arena = arena
-        self.lock = threading.Lock()
+        # The collector of garbage may end a loan on a thread that has it.
+        self.lock = threading.RLock()
         self.pending: dict[int, Future[Any]] = {}
         self.backlog = bytearray()
         self.ended: list[int] = []
@@ -140,9 +141,9 @@ class _Connection:
         with self.lock:
             if self.is_lost or len(self.backlog) > _BACKLOG_BYTES:
                 return False
-            if self.ended:
-                data = protocol.frame(GiveBack(self.ended)) + data
-                self.ended = []
+            ended, self.ended = self.ended, []
+            if ended:
+                data = protocol.frame(GiveBack(ended)) + data
             if not self.backlog:
                 try:
                     data = data[self.stream.send(data) :]
@@ -174,13 +175,10 @@ class _Connection:
     def end_loan(self, offset: int) -> None:
         """End one loan; the server is told soon."""
         with self.lock:
-            is_first = not self.ended
             self.ended.append(offset)
             self._loans -= 1
-            is_full = len(self.ended) >= _ENDED_LOANS
-        if is_full:
-            self.send(b"")
-        elif is_first:
+            is_due = len(self.ended) in (1, _ENDED_LOANS)
+        if is_due:
             self.wake()
         self._end_if_over()
 
@@ -197,7 +195,7 @@ class _Connection:
     def leave(self) -> None:
         """Close a forked process's copy: the server waits for the end of the parent's alone."""
         self.is_lost = True
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()
         self.stream.close()
 
     def _end_if_over(self) -> None:
@@ -655,7 +653,8 @@ class NodeClient:
                 selector.modify(connection.stream, events)
                 has_ended = bool(connection.ended)
                 selected = selector.select(_ENDED_SECONDS if has_ended else None)
-                if has_ended and not selected and connection.ended:
+                ended = len(connection.ended)
+                if (has_ended and ended and not selected) or ended >= _ENDED_LOANS:
                     connection.send(b"")
                 for key, ready in selected:
                     if key.fileobj is self._wake:
