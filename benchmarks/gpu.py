@@ -41,7 +41,7 @@ def missing() -> str:
         return f"no {', '.join(absent)} in {sys.executable}; GPU_PYTHON names another Python"
     import torch
 
-    from kvshelf import ops
+    from kvshelf.kv import ops
     from kvshelf.kv.ops import kernel
 
     kernel.prepare(torch.device("cuda", 0))
@@ -74,7 +74,8 @@ def rows() -> Iterator[dict[str, Any]]:
     """Yield all figures."""
     import torch
 
-    from kvshelf import PagedLayout, ops
+    from kvshelf import PagedLayout
+    from kvshelf.kv import ops
     from kvshelf.kv.caches import LayerCall
     from kvshelf.kv.device import DeviceKVCache
     from kvshelf.kv.ops.checks import checked

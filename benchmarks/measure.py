@@ -123,12 +123,6 @@ def median(samples: Sequence[float]) -> float:
     return (ordered[middle - 1] + ordered[middle]) / 2
 
 
-def percentile(samples: Sequence[float], share: float) -> float:
-    """Return the smallest sample that `share` (0 to 1) of all samples do not exceed."""
-    ordered = sorted(samples)
-    return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
-
-
 def estimate(samples: Sequence[float]) -> Estimate:
     """Return the median with its 95 % interval by order statistics.
 

@@ -21,8 +21,7 @@ import torch
 from models.make_model import RECIPES, make_model
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
-from kvshelf import ChunkCache, Config, ModelFacts
-from kvshelf.forms import empty_tuples
+from kvshelf import ChunkCache, Config, ModelFacts, empty_tuples
 
 
 class Answer(NamedTuple):

@@ -19,7 +19,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvshelf import ChunkCache, Config, ModelFacts, PromptIdentity, Shelf
+from kvshelf import (
+    BlobKV,
+    ChunkCache,
+    Config,
+    ModelFacts,
+    PagedKV,
+    PromptIdentity,
+    Shelf,
+    TupleKV,
+    blob_of_tuples,
+    empty_blob,
+    empty_tuples,
+    tuples_of_blob,
+)
 from kvshelf.backends import Backend, Touched, open_backend
 from kvshelf.cache.named import Named
 from kvshelf.capacity.uses import Uses
@@ -31,15 +44,6 @@ from kvshelf.errors import (
     UnsupportedError,
 )
 from kvshelf.format.keys import KeyChain
-from kvshelf.forms import (
-    BlobKV,
-    PagedKV,
-    TupleKV,
-    blob_of_tuples,
-    empty_blob,
-    empty_tuples,
-    tuples_of_blob,
-)
 from kvshelf.kv import sources
 from kvshelf.kv.caches import HostKVCache
 from kvshelf.kv.copy_plan import CopyPlan

@@ -11,12 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvshelf import ChunkCache, ModelFacts, Shelf
+from kvshelf import ChunkCache, ModelFacts, Shelf, empty_tuples
 from kvshelf.errors import ConfigError, UnsupportedError
 from kvshelf.format.kinds import STATE
-from kvshelf.forms import empty_tuples
 from kvshelf.kv.state_tensors import empty_state
-from kvshelf.tools.prompts import TokenPrompt
+from kvshelf.prompts import TokenPrompt
 from kvshelf.tools.seeding import SeedReport, seed_shelf
 from tests.sim.storage import posix
 from tests.support.waiting import PATIENCE

@@ -13,7 +13,7 @@ import kvshelf
 from kvshelf.backends import open_backend
 from kvshelf.config import Config, default_shelf_path
 from kvshelf.errors import ConfigError
-from kvshelf.paths import cache_dir
+from kvshelf.urls import cache_dir
 
 
 def load(extra: dict[str, object] | None = None, environ: dict[str, str] | None = None) -> Config:

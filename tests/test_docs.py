@@ -70,7 +70,7 @@ def test_examples_of_the_python_api_run_twice() -> None:
 
 def test_schemas_of_the_operators_are_those_of_torch() -> None:
     page = (ROOT / "docs" / "api.md").read_text()
-    importlib.import_module("kvshelf.ops")
+    importlib.import_module("kvshelf.kv.ops")
     for name in ("gather_kv", "scatter_kv"):
         assert f"{getattr(torch.ops.kvshelf, name).default._schema}\n" in page
 

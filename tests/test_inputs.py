@@ -21,8 +21,7 @@ import pytest
 from pydantic import TypeAdapter
 
 from kvshelf.cli import doctor
-from kvshelf.config import CapacityConfig, Config, DiskTierConfig
-from kvshelf.values import parse_age, parse_size
+from kvshelf.config import CapacityConfig, Config, DiskTierConfig, parse_age, parse_size
 from tests.support.commands import run
 from tests.support.filled import fill, namespace, prompt
 

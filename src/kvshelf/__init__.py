@@ -1,8 +1,8 @@
 """kvshelf: a shared KV-cache store for vLLM.
 
-Owns the package's version and its public names. Importing it costs nothing: each public
-name is imported from its module on first use, so that reading a shelf or parsing a
-configuration needs neither torch nor vLLM.
+Owns the package's version and its public names. Importing it costs nothing: each public name is
+imported from its module on first use, so that reading a shelf or parsing a configuration needs
+neither torch nor vLLM.
 """
 
 from __future__ import annotations
@@ -14,66 +14,103 @@ if TYPE_CHECKING:
     from kvshelf.cache import ChunkCache, PromptIdentity, StoreReport
     from kvshelf.config import Config
     from kvshelf.errors import KVShelfError
+    from kvshelf.format.keys import Chunk, KeyChain, MultimodalItem, salt_group_of
     from kvshelf.format.model import ModelFacts
-    from kvshelf.kv.layout import PagedLayout
-    from kvshelf.kv.sources import BlobKV, PagedKV, TupleKV
+    from kvshelf.kv.layout import PagedLayout, PermutedLayout
+    from kvshelf.kv.sources import (
+        BlobKV,
+        PagedKV,
+        TupleKV,
+        blob_of_tuples,
+        empty_blob,
+        empty_tuples,
+        tuples_of_blob,
+    )
+    from kvshelf.kv.state_tensors import empty_state
+    from kvshelf.memory.chunk_memory import ChunkMemory
+    from kvshelf.server.client import open_cache
     from kvshelf.shelf.shelf import Shelf, open_shelf
+    from kvshelf.tiers.disk_tier import DiskTier
+    from kvshelf.weights.fingerprints import (
+        adapter_files,
+        lora_digest,
+        sampled_fingerprint,
+        weight_files,
+        weights_fingerprint,
+    )
 
 #: Wheels and the command line take it from here. Objects do not hold it.
 __version__ = "0.2.0.dev0"
 
 __all__ = [
     "BlobKV",
+    "Chunk",
     "ChunkCache",
+    "ChunkMemory",
     "Config",
+    "DiskTier",
     "KVShelfError",
+    "KeyChain",
     "ModelFacts",
+    "MultimodalItem",
     "PagedKV",
     "PagedLayout",
+    "PermutedLayout",
     "PromptIdentity",
     "Shelf",
     "StoreReport",
     "TupleKV",
     "__version__",
+    "adapter_files",
+    "blob_of_tuples",
+    "empty_blob",
+    "empty_state",
+    "empty_tuples",
+    "lora_digest",
+    "open_cache",
     "open_shelf",
+    "salt_group_of",
+    "sampled_fingerprint",
+    "tuples_of_blob",
+    "weight_files",
+    "weights_fingerprint",
 ]
 
 #: The modules whose ``__all__`` is the public API; nothing else is promised.
 PUBLIC_MODULES = (
     "kvshelf",
+    "kvshelf.adapters",
     "kvshelf.backends",
     "kvshelf.errors",
-    "kvshelf.format.keys",
-    "kvshelf.forms",
-    "kvshelf.kv.caches",
-    "kvshelf.kv.layout",
-    "kvshelf.memory.chunk_memory",
-    "kvshelf.ops",
-    "kvshelf.server.client",
+    "kvshelf.kv.ops",
     "kvshelf.testing.backends",
-    "kvshelf.tiers.disk_tier",
     "kvshelf.vllm.multiprocess",
-    "kvshelf.weights.fingerprints",
 )
 
-_HOME = {
-    "BlobKV": "kvshelf.kv.sources",
-    "ChunkCache": "kvshelf.cache",
-    "Config": "kvshelf.config",
-    "KVShelfError": "kvshelf.errors",
-    "ModelFacts": "kvshelf.format.model",
-    "PagedKV": "kvshelf.kv.sources",
-    "PagedLayout": "kvshelf.kv.layout",
-    "PromptIdentity": "kvshelf.cache",
-    "Shelf": "kvshelf.shelf.shelf",
-    "StoreReport": "kvshelf.cache",
-    "TupleKV": "kvshelf.kv.sources",
-    "open_shelf": "kvshelf.shelf.shelf",
+#: The public names of each module, by which a name is found on first use.
+_NAMES = {
+    "kvshelf.cache": "ChunkCache PromptIdentity StoreReport",
+    "kvshelf.config": "Config",
+    "kvshelf.errors": "KVShelfError",
+    "kvshelf.format.keys": "Chunk KeyChain MultimodalItem salt_group_of",
+    "kvshelf.format.model": "ModelFacts",
+    "kvshelf.kv.layout": "PagedLayout PermutedLayout",
+    "kvshelf.kv.sources": (
+        "BlobKV PagedKV TupleKV blob_of_tuples empty_blob empty_tuples tuples_of_blob"
+    ),
+    "kvshelf.kv.state_tensors": "empty_state",
+    "kvshelf.memory.chunk_memory": "ChunkMemory",
+    "kvshelf.server.client": "open_cache",
+    "kvshelf.shelf.shelf": "Shelf open_shelf",
+    "kvshelf.tiers.disk_tier": "DiskTier",
+    "kvshelf.weights.fingerprints": (
+        "adapter_files lora_digest sampled_fingerprint weight_files weights_fingerprint"
+    ),
 }
 
 
 def __getattr__(name: str) -> object:
-    module = _HOME.get(name)
+    module = next((module for module, names in _NAMES.items() if name in names.split()), None)
     if module is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:

@@ -1,23 +1,36 @@
-"""Threads that do one piece of work again and again, in the background of a process.
+"""Background threads: how one starts, ends, spares the GIL and shows in a profile.
 
-Owns :class:`Background`, which starts a thread when it is first needed and ends it. Threads that
-call a storage which may never answer, and are replaced then, are :mod:`kvshelf.shelf.threads`'.
+:class:`Background` calls a function again and again on a daemon thread. :class:`GilPace` lets a
+thread that computes pause for others, and :func:`trace_range` names its work in Nsight Systems.
+Threads that call a storage which may never answer are :mod:`kvshelf.shelf.threads`'.
 
 Contracts
 ---------
 * All threads are daemons: the end of the process waits for none of them.
-* No method blocks, but :meth:`Background.close` for the seconds that it is given.
+* No method of :class:`Background` blocks, except :meth:`Background.close` for the seconds that it
+  is given.
+* Any thread may make ranges and paces; each belongs to the thread that made it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import sys
 import threading
+import time
 from collections.abc import Callable
-from typing import Final
+from contextlib import AbstractContextManager
+from typing import Any, Final
 
 logger = logging.getLogger(__name__)
 
+#: A thread that computes without a pause delays an engine's step thread by up to 5 ms each time the
+#: step thread needs the GIL. Releasing the GIL for a short system call does not help: the thread
+#: takes it back before a waiting thread has woken.
+_WORK_SECONDS: Final = 0.2e-3
+_SLEEP_SECONDS: Final = 50e-6
+_NO_RANGE: Final = contextlib.nullcontext()
 #: For messages: why no thread could be started, and what to check.
 THREAD_LIMIT: Final = "the thread limit is reached (ulimit -u, or pids.max of the container)"
 
@@ -110,3 +123,28 @@ class Background:
             if self._closed:
                 return
             self._wake.wait(self._step())
+
+
+class GilPace:
+    """The pace of one thread: made when its work begins, called after each small piece of it."""
+
+    def __init__(self) -> None:
+        self._slept = time.perf_counter()
+
+    def rest(self) -> None:
+        """Sleep for 50 µs if the thread has worked for more than 0.2 ms since its last sleep."""
+        if time.perf_counter() - self._slept > _WORK_SECONDS:
+            time.sleep(_SLEEP_SECONDS)
+            self._slept = time.perf_counter()
+
+
+def trace_range(name: str) -> AbstractContextManager[None]:
+    """Return an NVTX range around work of the calling thread, as Nsight Systems shows it.
+
+    torch makes it, in a process that uses a GPU. Elsewhere the context does nothing.
+    """
+    torch: Any = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return _NO_RANGE
+    nvtx_range: AbstractContextManager[None] = torch.cuda.nvtx.range(name)
+    return nvtx_range

@@ -1,12 +1,15 @@
-"""Shelf URLs: the directory that a URL names, and its form without secrets.
+"""Shelf URLs and paths: mistakes in them, the directory they name, their form without secrets.
 
-Owns how log lines and errors show URLs. Neither function touches storage.
+Owns how log lines and errors show URLs, and where kvshelf keeps files for a user. No function
+touches storage.
 """
 
 from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Final
 from urllib.parse import unquote, urlsplit
 
@@ -132,3 +135,28 @@ def directory_of(url: str | os.PathLike[str]) -> str | None:
     if not path.startswith("/"):
         raise ConfigError(f"{text!r} has no path: expected {protocol}:///absolute/path")
     return path
+
+
+def cache_dir(environ: Mapping[str, str] | None = None) -> Path:
+    """Return the folder for the files that kvshelf keeps for this user on this machine.
+
+    Parameters
+    ----------
+    environ : Mapping, optional
+        The environment; ``os.environ`` when absent.
+
+    Returns
+    -------
+    Path
+        ``KVSHELF_CACHE_DIR``, else ``$XDG_CACHE_HOME/kvshelf``, else
+        ``~/.cache/kvshelf``. Not created.
+    """
+    environ = os.environ if environ is None else environ
+    if own := environ.get("KVSHELF_CACHE_DIR"):
+        return Path(own).expanduser().absolute()
+    base = environ.get("XDG_CACHE_HOME")
+    # The XDG specification requires that a relative path be ignored.
+    if not base or not os.path.isabs(base):
+        base = os.path.expanduser("~/.cache")
+    # A user without a home, as containers have them, has no entry to expand "~" by either.
+    return Path(base if os.path.isabs(base) else "/.cache") / "kvshelf"

@@ -17,6 +17,12 @@ import pytest
 import torch
 
 from kvshelf import ModelFacts, PromptIdentity
+from kvshelf.adapters import (
+    LoadStoreOp,
+    SchedulerAdapter,
+    WorkerAdapter,
+    striding_block_hashes,
+)
 from kvshelf.adapters import connection as connection_module
 from kvshelf.adapters import worker as worker_module
 from kvshelf.adapters.copies import EngineCaches
@@ -35,12 +41,6 @@ from kvshelf.kv.caches import HostKVCache, PendingCopy
 from kvshelf.kv.device import DeviceKVCache
 from kvshelf.kv.layout import PagedLayout
 from kvshelf.kv.topology import ShardPlan, Topology
-from kvshelf.server.client import (
-    LoadStoreOp,
-    SchedulerAdapter,
-    WorkerAdapter,
-    striding_block_hashes,
-)
 from kvshelf.server.connection import NodeClient
 from tests.server.node import LocalServer
 from tests.sim.device import SimulatedStreams

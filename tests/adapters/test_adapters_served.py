@@ -8,12 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvshelf import ChunkCache, Config, Shelf
+from kvshelf import ChunkCache, Config, PagedKV, Shelf, open_cache
 from kvshelf.backends import open_backend
 from kvshelf.errors import ConfigError
-from kvshelf.forms import PagedKV
 from kvshelf.kv.layout import slots_of
-from kvshelf.server.client import open_cache
 from tests.adapters.test_adapters import (
     BLOCK,
     BLOCKS,

@@ -10,12 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvshelf import ChunkCache, Shelf
+from kvshelf import BlobKV, ChunkCache, Shelf
 from kvshelf.capacity.uses import Uses
 from kvshelf.format.keys import KeyChain
 from kvshelf.format.names import object_name
 from kvshelf.format.objects import ObjectFormat
-from kvshelf.forms import BlobKV
 from kvshelf.metrics import Counters
 from kvshelf.shelf.shelf import open_shelf
 from tests.backends.copy_tools import Aws, Cp, Rclone, Rsync, Tool

@@ -12,12 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from kvshelf import ChunkCache, Shelf
+from kvshelf import ChunkCache, Shelf, empty_tuples
 from kvshelf.capacity import budget
 from kvshelf.capacity.uses import Uses
 from kvshelf.config import Config
 from kvshelf.format.names import parse_path
-from kvshelf.forms import empty_tuples
 from kvshelf.metrics import Counters
 from tests.sim.storage import FaultyStorage, posix
 from tests.support.waiting import PATIENCE, until

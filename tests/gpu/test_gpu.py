@@ -21,8 +21,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvshelf import PagedLayout, ops
+from kvshelf import PagedLayout
 from kvshelf.errors import DeviceUnavailableError
+from kvshelf.kv import ops
 from kvshelf.kv.caches import LayerCall
 from kvshelf.kv.device import DeviceKVCache
 from kvshelf.kv.ops import kernel

@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvshelf import pages
 from kvshelf.errors import ConfigError, UnsupportedError
+from kvshelf.memory import pages
 from kvshelf.memory.arena import Arena
 from tests.support.fake_cudart import fake_cudart
 from tests.support.memory import resident, sealed_memory

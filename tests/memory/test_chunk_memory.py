@@ -16,17 +16,16 @@ from unittest import mock
 import pytest
 import torch
 
-from kvshelf import pages
 from kvshelf.errors import ConfigError
 from kvshelf.format.keys import Chunk
 from kvshelf.format.kinds import FULL, WINDOW
-from kvshelf.memory import chunk_memory
+from kvshelf.memory import chunk_memory, pages
 from kvshelf.memory.arena import Arena
 from kvshelf.memory.chunk_memory import ChunkMemory, ChunkPlaces, Shares
+from kvshelf.memory.pages import address_of
 from kvshelf.memory.ring import ALIGNMENT as PAGE
 from kvshelf.memory.ring import Share, Slot, rounded
 from kvshelf.metrics import Counters
-from kvshelf.pages import address_of
 from tests.support.fake_cudart import FakeCudart, fake_cudart
 from tests.support.formats import format_of_kinds, make_format, sealed
 from tests.support.memory import resident

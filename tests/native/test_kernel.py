@@ -283,7 +283,7 @@ def test_ops_torch_compiles_nothing(driver: FakeDriver, monkeypatch: pytest.Monk
 def test_imports_and_forks_touch_no_device() -> None:
     program = """
 import os, sys
-import kvshelf.ops, kvshelf.kv.device, kvshelf.kv.sources, kvshelf.memory.chunk_memory, torch
+import kvshelf.kv.ops, kvshelf.kv.device, kvshelf.kv.sources, kvshelf.memory.chunk_memory, torch
 for child in (False, True):
     maps = open('/proc/self/maps').read()
     assert not any(name in maps for name in ('libnvrtc', 'libcuda.so', 'libkvshelf_ops', 'triton'))

@@ -144,7 +144,7 @@ MISSING = {'pydantic', 'pydantic_settings', 'fsspec', 'tvm_ffi', 'safetensors', 
 MISSING |= {'typer', 'watchdog', 'hypothesis', 'obstore', 'msgspec', 'zmq', 'transformers'}
 sys.meta_path.insert(0, Bare())
 sys.modules['xxhash'] = type(sys)('xxhash')
-import benchmarks.gpu, tests.gpu.test_gpu, kvshelf.ops, kvshelf.memory.chunk_memory
+import benchmarks.gpu, tests.gpu.test_gpu, kvshelf.kv.ops, kvshelf.memory.chunk_memory
 """
     path = os.pathsep.join((str(ROOT), str(ROOT / "src")))
     subprocess.run(

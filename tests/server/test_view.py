@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 
-from kvshelf import pages
 from kvshelf.backends import WriteResult
 from kvshelf.backends.breaker import BreakerState
 from kvshelf.backends.posix import PosixBackend
@@ -28,6 +27,7 @@ from kvshelf.errors import (
 )
 from kvshelf.format.keys import Chunk, KeyChain
 from kvshelf.format.objects import ObjectFormat
+from kvshelf.memory import pages
 from kvshelf.memory.chunk_memory import ChunkMemory
 from kvshelf.metrics import Counters
 from kvshelf.server import view as view_module

@@ -36,12 +36,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvshelf import costs
 from kvshelf.format.keys import Chunk, KeyChain
 from kvshelf.format.kinds import DRAFT, FULL, Kind
 from kvshelf.format.names import object_name
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.metrics import Counters
+from kvshelf.vllm.scheduler import costs
 from tests.sim.device import SimulatedEvent, SimulatedStreams
 from tests.sim.engine_caches import (
     PLAIN,

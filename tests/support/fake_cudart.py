@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvshelf.pages import address_of
+from kvshelf.memory.pages import address_of
 from tests.support.waiting import until
 
 INVALID_VALUE, OUT_OF_MEMORY, NOT_SUPPORTED = 1, 2, 801

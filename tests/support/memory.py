@@ -7,7 +7,7 @@ import fcntl
 import mmap
 import os
 
-from kvshelf.pages import address_of
+from kvshelf.memory.pages import address_of
 
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 

@@ -21,8 +21,6 @@ from unittest import mock
 
 import pytest
 
-from kvshelf import assembly
-from kvshelf.assembly import open_configured, open_late
 from kvshelf.backends import Backend
 from kvshelf.backends.guard import GuardedBackend
 from kvshelf.backends.posix import PosixBackend
@@ -40,7 +38,9 @@ from kvshelf.shelf.lookup import LookupService
 from kvshelf.shelf.shelf import Shelf, open_shelf
 from kvshelf.shelf.view import ObjectRef
 from kvshelf.tiers import disk_tier as tier_module
+from kvshelf.tiers import runtime
 from kvshelf.tiers.disk_tier import DiskTier
+from kvshelf.tiers.runtime import open_configured, open_late
 from kvshelf.tiers.tiered import TieredShelf
 from kvshelf.transfer.read_ahead import ReadAhead
 from tests.faults import tier_child
@@ -523,7 +523,7 @@ def test_shelf_that_cannot_be_opened_is_done_without_until_it_can(
         return remote
 
     monkeypatch.setattr(opening_module, "_RETRY_SECONDS", 0.02)
-    monkeypatch.setattr(assembly, "open_backend", opening)
+    monkeypatch.setattr(runtime, "open_backend", opening)
     with closing(DiskTier(tmp_path / "tier", ROOM)) as tier:
         shelf = open_late("s3://key:se@cret@bucket/kv", tier)
         assert shelf.url == "s3://bucket/kv"
@@ -600,8 +600,8 @@ def test_tier_is_used_while_its_shelf_hangs_at_opening(
     start(remote).put(chunks[:1])
     with closing(Rig(remote.inner, fmt=FMT)) as elsewhere:
         elsewhere.put(chunks)
-    go = hang(monkeypatch, assembly, "open_backend", lambda url, **_: remote)
-    monkeypatch.setattr(assembly, "TIERED_SECONDS", 0.01)
+    go = hang(monkeypatch, runtime, "open_backend", lambda url, **_: remote)
+    monkeypatch.setattr(runtime, "TIERED_SECONDS", 0.01)
     with (
         closing(DiskTier(tmp_path / "tier", ROOM)) as tier,
         closing(open_late("s3://bucket/kv", tier)) as shelf,
@@ -620,8 +620,8 @@ def test_mistake_that_a_shelf_finds_late_is_spoken_of(
     caplog: pytest.LogCaptureFixture,
     error: Exception,
 ) -> None:
-    go = hang(monkeypatch, assembly, "open_backend", mock.Mock(side_effect=error))
-    monkeypatch.setattr(assembly, "TIERED_SECONDS", 0.01)
+    go = hang(monkeypatch, runtime, "open_backend", mock.Mock(side_effect=error))
+    monkeypatch.setattr(runtime, "TIERED_SECONDS", 0.01)
     with (
         closing(DiskTier(tmp_path / "tier", ROOM)) as tier,
         closing(open_late("s3://bucket/kv", tier)),

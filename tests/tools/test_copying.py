@@ -22,11 +22,11 @@ from kvshelf.backends.wrappers import WrappedBackend
 from kvshelf.errors import StorageError
 from kvshelf.format.keys import KeyChain, salt_group_of
 from kvshelf.format.objects import ObjectFormat
+from kvshelf.prompts import Prompt
 from kvshelf.shelf.shelf import Shelf, open_shelf
 from kvshelf.shelf.view import ObjectRef
 from kvshelf.tools import copying
 from kvshelf.tools.copying import CopyReport, copy_shelf
-from kvshelf.tools.prompts import Prompt
 from tests.sim.storage import Fault, FaultyStorage
 from tests.support import commands
 from tests.support.filled import CHUNK, contents, fill, namespace, prompt, store, times

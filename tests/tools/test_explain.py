@@ -17,10 +17,10 @@ from kvshelf.capacity.sweep import KEEPERS
 from kvshelf.format.keys import Chunk, KeyChain, salt_group_of
 from kvshelf.format.kinds import FULL, STATE, WINDOW, Kind
 from kvshelf.format.namespace import Namespace
+from kvshelf.prompts import Prompt
 from kvshelf.shelf.shelf import open_shelf
 from kvshelf.tools import explain as explain_module
 from kvshelf.tools.explain import Explainer, Explanation
-from kvshelf.tools.prompts import Prompt
 from tests.support.commands import done
 from tests.support.filled import CHUNK, fill, hybrid, namespace, prompt, store
 

@@ -14,9 +14,9 @@ from kvshelf.errors import ConfigError
 from kvshelf.format.keys import salt_group_of
 from kvshelf.format.namespace import Namespace
 from kvshelf.format.objects import ObjectFormat
+from kvshelf.prompts import Prompt, TokenPrompt, parse_prompts, read_prompts
 from kvshelf.shelf.shelf import open_shelf
 from kvshelf.tools import seeding
-from kvshelf.tools.prompts import Prompt, TokenPrompt, parse_prompts, read_prompts
 from kvshelf.tools.seeding import SeedReport, seed_shelf
 from tests.support import commands
 from tests.support.filled import CHUNK, fill, namespace, prompt, store

@@ -171,7 +171,7 @@ def prompt(request: pytest.FixtureRequest) -> MakePrompt:
 @pytest.fixture
 def backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FaultyStorage:
     """The storage of all engines of a test, whatever URL they open, but for one."""
-    from kvshelf import assembly
+    from kvshelf.tiers import runtime
     from kvshelf.vllm import connector
 
     backend = FaultyStorage(posix(tmp_path / "shelf"))
@@ -181,7 +181,7 @@ def backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FaultyStorage:
         guarded = GuardedBackend(storage, replace(Deadlines(), **(deadlines or {})))
         return Shelf(guarded)
 
-    monkeypatch.setattr(assembly, "open_shelf", open_shelf)
+    monkeypatch.setattr(runtime, "open_shelf", open_shelf)
     connector._logs.clear()
     return backend
 

@@ -14,8 +14,8 @@ import sys
 from pathlib import Path
 from types import FrameType
 
-from kvshelf import assembly
 from kvshelf.shelf.shelf import Shelf
+from kvshelf.tiers import runtime
 from kvshelf.vllm.metadata import StepMetadata, StoreOp
 from tests.sim.engine_sides import LoneWorker
 from tests.sim.storage import Fault, FaultyStorage, posix
@@ -33,7 +33,7 @@ def main(folder: str) -> None:
     """Run the worker."""
     signal.signal(signal.SIGTERM, _end)
     backend = FaultyStorage(posix(Path(folder)))
-    assembly.open_shelf = lambda url, **_: Shelf(backend)  # type: ignore[assignment]
+    runtime.open_shelf = lambda url, **_: Shelf(backend)  # type: ignore[assignment]
     rig = LoneWorker(backend, drain_seconds=3.0)
     try:
         backend.add(Fault("write", "*.safetensors", wait=WRITE_SECONDS))

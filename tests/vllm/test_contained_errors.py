@@ -19,10 +19,10 @@ import pytest
 pytest.importorskip("vllm")
 
 
-from kvshelf import assembly
 from kvshelf.errors import TransientStorageError
 from kvshelf.format.keys import KeyChain
 from kvshelf.shelf.shelf import Shelf
+from kvshelf.tiers import runtime
 from kvshelf.vllm import connector
 from kvshelf.vllm.messages import MOST_TRIES, Inbox
 from kvshelf.vllm.metadata import StepMetadata
@@ -52,7 +52,7 @@ NOT_IN_STEPS = {
 def backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FaultyStorage:
     """The storage of all engines of a test."""
     backend = FaultyStorage(posix(tmp_path / "shelf"))
-    monkeypatch.setattr(assembly, "open_shelf", lambda url, **_: Shelf(backend))
+    monkeypatch.setattr(runtime, "open_shelf", lambda url, **_: Shelf(backend))
     connector._logs.clear()
     return backend
 

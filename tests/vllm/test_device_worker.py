@@ -22,12 +22,12 @@ pytest.importorskip("vllm")
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
-from kvshelf import assembly
 from kvshelf.backends.guard import GuardedBackend
 from kvshelf.errors import UnsupportedError
 from kvshelf.server import view as node_view
 from kvshelf.server.connection import NodeClient
 from kvshelf.shelf.shelf import Shelf
+from kvshelf.tiers import runtime
 from kvshelf.vllm import connector
 from kvshelf.vllm.connector import SharedStorageConnector
 from tests.native.emulation import emulated
@@ -145,7 +145,7 @@ def _stored_beside_rdma(
     fills: "never", "after the step" of which vLLM has the output, or "early": while it runs.
     """
     monkeypatch.setattr(
-        assembly, "open_shelf", lambda url, **_: Shelf(GuardedBackend(posix(folder)))
+        runtime, "open_shelf", lambda url, **_: Shelf(GuardedBackend(posix(folder)))
     )
     connector._logs.clear()
     engine = EngineModel(str(folder), runner=runner, prefix_caching=False, seed=seed)

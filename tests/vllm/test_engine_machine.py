@@ -28,9 +28,9 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from kvshelf import assembly
 from kvshelf.errors import TransientStorageError
 from kvshelf.shelf.shelf import Shelf
+from kvshelf.tiers import runtime
 from kvshelf.vllm.scheduler import handovers
 from kvshelf.vllm.worker import memory
 from tests.native.emulation import emulated
@@ -72,7 +72,7 @@ class EnginesOfOneShelf(RuleBasedStateMachine):
         folder = self.stack.enter_context(tempfile.TemporaryDirectory())
         self.patch = self.stack.enter_context(pytest.MonkeyPatch.context())
         self.backend = FaultyStorage(posix(Path(folder) / "shelf"))
-        self.patch.setattr(assembly, "open_shelf", lambda url, **_: Shelf(self.backend))
+        self.patch.setattr(runtime, "open_shelf", lambda url, **_: Shelf(self.backend))
         self.is_open = threading.Event()
         self.engines: list[EngineModel] = []
         self.starts: list[Callable[[], EngineModel]] = []

@@ -16,7 +16,6 @@ pytest.importorskip("vllm")
 import torch
 from torch import Tensor
 
-from kvshelf.assembly import Assembly
 from kvshelf.config import Config
 from kvshelf.errors import UnsupportedError
 from kvshelf.format.keys import Chunk, KeyChain
@@ -26,6 +25,7 @@ from kvshelf.format.namespace import Namespace
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.metrics import Counters
 from kvshelf.shelf.shelf import Shelf
+from kvshelf.tiers.runtime import Runtime
 from kvshelf.vllm.metadata import LoadOp, RefusedStore, StepMetadata, StoreOp, WorkerMetadata
 from kvshelf.vllm.namespace import build_namespace
 from kvshelf.vllm.scheduler.engine import ranks_with
@@ -130,8 +130,8 @@ class HybridWorker(PagedCaches):
             chunk_size=CHUNK,
             **constants.taken({"memory_bytes": 8 << 20, **options}),
         )
-        assembly = Assembly(self.options, Counters(), lambda: shelf)
-        engine = self.vllm_config, self.options, assembly, self.config, rank
+        runtime = Runtime(self.options, Counters(), lambda: shelf)
+        engine = self.vllm_config, self.options, runtime, self.config, rank
         registration = Registration(*engine, streams=lambda device: streams)
         self.side = WorkerSide(registration, others_fill=others_fill)
         self.side.register(self.caches)

@@ -47,10 +47,10 @@ with warnings.catch_warnings():
     )
 
 from kvshelf import ModelFacts, PromptIdentity
+from kvshelf.adapters import SchedulerAdapter, WorkerAdapter
 from kvshelf.errors import ConfigError, UnsupportedError
 from kvshelf.kv.layout import PagedLayout, PermutedLayout
 from kvshelf.kv.topology import ShardPlan
-from kvshelf.server.client import SchedulerAdapter, WorkerAdapter
 from kvshelf.weights.configuration import published_lines
 from tests.sim.engine_caches import PUBLISHED
 from tests.support.waiting import until

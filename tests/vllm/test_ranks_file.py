@@ -22,15 +22,15 @@ FILE = ".kvshelf/.ranks.*.tmp"
 
 def start(monkeypatch: pytest.MonkeyPatch, path: Path, of_rank_1: FaultyStorage) -> EngineModel:
     """An engine of two ranks, of which the second has a storage of its own."""
-    assemble, shelf, assemblies = connector.assemble, Shelf(of_rank_1), list[Any]()
+    open_runtime, shelf, runtimes = connector.open_runtime, Shelf(of_rank_1), list[Any]()
 
-    def assemble_for_rank(*arguments: Any, **options: Any) -> Any:
-        assemblies.append(assemble(*arguments, **options))
-        if len(assemblies) == 2:
-            assemblies[1].shelf = lambda: shelf
-        return assemblies[-1]
+    def open_for_rank(*arguments: Any, **options: Any) -> Any:
+        runtimes.append(open_runtime(*arguments, **options))
+        if len(runtimes) == 2:
+            runtimes[1].shelf = lambda: shelf
+        return runtimes[-1]
 
-    monkeypatch.setattr(connector, "assemble", assemble_for_rank)
+    monkeypatch.setattr(connector, "open_runtime", open_for_rank)
     return EngineModel(str(path), tensor_parallel=2)
 
 

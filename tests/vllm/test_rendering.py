@@ -9,7 +9,7 @@ import pytest
 
 from examples.models.make_model import make_model
 from kvshelf.errors import ConfigError
-from kvshelf.tools.prompts import TokenPrompt, parse_prompts
+from kvshelf.prompts import TokenPrompt, parse_prompts
 
 pytest.importorskip("vllm")
 # Importing the parts of vLLM warns.

@@ -28,7 +28,6 @@ from vllm.v1.core.sched.output import KVConnectorBlockState
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
 
-from kvshelf import assembly
 from kvshelf.config import Config
 from kvshelf.errors import ConfigError, TransientStorageError, UnsupportedError
 from kvshelf.format.keys import MultimodalItem
@@ -36,6 +35,7 @@ from kvshelf.format.kinds import FULL
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.metrics import Counters
 from kvshelf.shelf.shelf import Shelf
+from kvshelf.tiers import runtime
 from kvshelf.vllm import check_vllm_version, connector
 from kvshelf.vllm.connector import SharedStorageConnector
 from kvshelf.vllm.handover import Handover
@@ -930,10 +930,10 @@ def test_log_lines_about_a_shelf_that_does_not_answer_show_no_secrets(
         assert gate.wait(PATIENCE)
         return Shelf(posix(tmp_path))
 
-    monkeypatch.setattr(assembly, "START_SECONDS", 0.01)
-    monkeypatch.setattr(assembly, "open_shelf", hang)
+    monkeypatch.setattr(runtime, "START_SECONDS", 0.01)
+    monkeypatch.setattr(runtime, "open_shelf", hang)
     config = Config(shared_storage_path="sftp://user:hun@ter2@host/kv")
-    assembly.assemble(config, assembly.Role.ENGINE, Counters()).close()
+    runtime.open_runtime(config, runtime.Role.ENGINE, Counters()).close()
     gate.set()
     assert "sftp://host/kv has not answered" in caplog.text
     assert "ter2" not in caplog.text

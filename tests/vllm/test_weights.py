@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("vllm")
 
-from kvshelf.tools.prompts import TokenPrompt
+from kvshelf.prompts import TokenPrompt
 from kvshelf.vllm import weight_changes
 from kvshelf.vllm.handshake import Handshake
 from kvshelf.vllm.metadata import BY_PARAMETERS, WeightsReport

@@ -16,7 +16,6 @@ pytest.importorskip("vllm")
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorRole
 
-from kvshelf import assembly
 from kvshelf.errors import (
     ConfigError,
     NoSpaceStorageError,
@@ -25,6 +24,7 @@ from kvshelf.errors import (
     UnsupportedError,
 )
 from kvshelf.memory.chunk_memory import ChunkMemory
+from kvshelf.tiers import runtime
 from kvshelf.vllm.connector import SharedStorageConnector
 from kvshelf.vllm.metadata import (
     LoadOp,
@@ -292,7 +292,7 @@ def test_engine_starts_without_its_shelf_where_waiting_may_help(
     error: Exception,
     starts: bool,
 ) -> None:
-    monkeypatch.setattr(assembly, "open_shelf", mock.Mock(side_effect=error))
+    monkeypatch.setattr(runtime, "open_shelf", mock.Mock(side_effect=error))
     with contextlib.nullcontext() if starts else pytest.raises(PermanentStorageError):
         make_worker(opened=False)
     assert ("until then the engine runs without it" in caplog.text) is starts

@@ -27,7 +27,7 @@ from kvshelf.metrics import Counters
 from kvshelf.server.connection import NodeClient
 from kvshelf.server.view import NodeShelf
 
-logger = logging.getLogger("kvshelf.server.client")
+logger = logging.getLogger("kvshelf.adapters")
 
 _LINES_PER_MINUTE: Final = 10
 #: How long an adapter's constructor waits for the server.

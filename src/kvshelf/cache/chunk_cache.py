@@ -34,7 +34,6 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from kvshelf.assembly import Role, assemble
 from kvshelf.cache.named import Named
 from kvshelf.cache.operations import (
     Handle,
@@ -75,6 +74,7 @@ from kvshelf.shelf.lookup import LookupService
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.shelf.view import ShelfView
 from kvshelf.tiers.disk_tier import DiskTier
+from kvshelf.tiers.runtime import Role, open_runtime
 from kvshelf.transfer.transfers import Transfers
 
 
@@ -226,7 +226,7 @@ class ChunkCache:
         if config.server is not None and open_served is None:
             raise ConfigError(
                 f"server is {config.server}: a cache with a node server is opened by"
-                " kvshelf.server.client.open_cache"
+                " kvshelf.open_cache"
             )
         namespace = model.namespace(
             chunk_size=config.chunk_size,
@@ -235,10 +235,10 @@ class ChunkCache:
         )
         counters = Counters()
         opens = None if open_served is None else partial(open_served, counters)
-        assembly = assemble(config, Role.CACHE, counters, open_served=opens)
-        shelf, disk_tier = assembly.storage
+        runtime = open_runtime(config, Role.CACHE, counters, open_served=opens)
+        shelf, disk_tier = runtime.storage
         with contextlib.ExitStack() as opened:
-            opened.callback(assembly.close)
+            opened.callback(runtime.close)
             memory = ChunkMemory(
                 config.memory_bytes or DEFAULT_MEMORY,
                 keeps=config.memory_bytes > 0,
@@ -254,7 +254,7 @@ class ChunkCache:
                 group_by_salt=config.group_by_salt,
                 timeout_s=timeout_s,
                 counters=counters,
-                uses=assembly.uses,
+                uses=runtime.uses,
             )
             cache._closing = opened.pop_all()
         return cache
@@ -428,7 +428,7 @@ class ChunkCache:
         Parameters
         ----------
         caches, layout
-            As for :class:`kvshelf.forms.PagedKV`.
+            As for :class:`kvshelf.kv.sources.PagedKV`.
 
         Raises
         ------

@@ -34,7 +34,7 @@ from contextlib import suppress
 from functools import partial
 
 from kvshelf.backends.guard import GuardedBackend
-from kvshelf.background import Background
+from kvshelf.background import Background, GilPace
 from kvshelf.capacity import keepers, limits
 from kvshelf.capacity.budget import UNKNOWN_SPACE, StoreBudget
 from kvshelf.capacity.keepers import NEVER_OLD, time_for_ages
@@ -60,7 +60,6 @@ from kvshelf.config import CapacityConfig
 from kvshelf.errors import NoSpaceStorageError, StorageError, printable
 from kvshelf.logs import RateLimitedLog
 from kvshelf.metrics import Counters
-from kvshelf.shelf.pacing import GilPace
 from kvshelf.shelf.pins import PINS, Pins
 
 logger = logging.getLogger(__name__)

@@ -27,10 +27,9 @@ from typing import Any, TypeVar
 from kvshelf.backends import Backend, ObjectInfo
 from kvshelf.backends.base import DeleteResults, delete_each, delete_one
 from kvshelf.backends.wrappers import WrappedBackend
-from kvshelf.background import try_to_start
+from kvshelf.background import GilPace, try_to_start
 from kvshelf.capacity import limits
 from kvshelf.errors import TransientStorageError
-from kvshelf.shelf.pacing import GilPace
 
 _T = TypeVar("_T")
 _R = TypeVar("_R")

@@ -35,7 +35,7 @@ from weakref import WeakKeyDictionary
 
 from kvshelf.backends import Touched
 from kvshelf.backends.guard import GuardedBackend
-from kvshelf.background import Background
+from kvshelf.background import Background, GilPace
 from kvshelf.capacity import keepers, limits
 from kvshelf.capacity.parallel import PatientBackend
 from kvshelf.capacity.sweep import KEEPERS
@@ -44,7 +44,6 @@ from kvshelf.format.keys import Chunk
 from kvshelf.format.names import parse_path
 from kvshelf.logs import RateLimitedLog
 from kvshelf.metrics import Counters
-from kvshelf.shelf.pacing import GilPace
 from kvshelf.shelf.view import NamespaceView, ObjectRef, ShelfView
 
 logger = logging.getLogger(__name__)

@@ -50,11 +50,10 @@ from kvshelf.errors import (
     size_text,
 )
 from kvshelf.format.names import parse_namespace_folder
-from kvshelf.paths import cache_dir
 from kvshelf.server import INSTALL
 from kvshelf.shelf.shelf import is_missing
 from kvshelf.tools.cleaners import cleaner_of
-from kvshelf.urls import directory_of
+from kvshelf.urls import cache_dir, directory_of
 from kvshelf.vllm import check_vllm_version
 from kvshelf.vllm.options import CONNECTOR_NAME, own_options
 

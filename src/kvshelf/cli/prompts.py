@@ -15,7 +15,7 @@ import typer
 from kvshelf.cli.common import option
 from kvshelf.errors import ConfigError, ObjectNameError
 from kvshelf.format.keys import check_salt_group
-from kvshelf.tools.prompts import Prompt, TokenPrompt, read_prompts
+from kvshelf.prompts import Prompt, TokenPrompt, read_prompts
 
 logger = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from kvshelf.cli.prompts import PromptsArgument
 from kvshelf.cli.shelves import OneShelf, find_shelf
 from kvshelf.config import Config
 from kvshelf.errors import ConfigError
-from kvshelf.tools.prompts import Prompt, read_prompts
+from kvshelf.prompts import Prompt, read_prompts
 from kvshelf.tools.seeding import SeedReport, seed_shelf
 
 

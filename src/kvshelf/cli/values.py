@@ -1,6 +1,6 @@
 """Sizes, ages and numbers as values of a command's options.
 
-Owns these options, and the errors that name them; :mod:`kvshelf.values` reads the values.
+Owns these options, and the errors that name them; :mod:`kvshelf.config` reads the values.
 """
 
 from __future__ import annotations
@@ -9,9 +9,8 @@ from collections.abc import Callable
 from typing import Annotated, Any, TypeAlias, TypeVar
 
 from kvshelf.cli.common import option
-from kvshelf.config import LEAST_MAX_AGE
+from kvshelf.config import LEAST_MAX_AGE, parse_age, parse_number, parse_size
 from kvshelf.errors import ConfigError
-from kvshelf.values import parse_age, parse_number, parse_size
 
 _T = TypeVar("_T", int, float)
 

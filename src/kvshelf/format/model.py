@@ -25,12 +25,12 @@ from math import gcd
 from pathlib import Path
 from typing import Any, Final
 
+from kvshelf.config import names_a_path, weights_name
 from kvshelf.errors import ConfigError, UnsupportedError
 from kvshelf.format.kinds import FULL, KINDS, SHARDS_FIELDS, STATE, Kind, layers_by_kind
 from kvshelf.format.namespace import FORMAT, FieldValue, Namespace, slugify
 from kvshelf.format.objects import ObjectFormat
-from kvshelf.paths import cache_dir
-from kvshelf.values import names_a_path, weights_name
+from kvshelf.urls import cache_dir
 from kvshelf.weights.configuration import CONFIG, ROPE_FIELDS, published_lines
 from kvshelf.weights.fingerprints import (
     FingerprintCache,

@@ -35,13 +35,13 @@ from typing import Any, Final, TypeVar
 import torch
 from torch import Tensor
 
+from kvshelf.background import trace_range
 from kvshelf.errors import ConfigError, DeviceStuckError, DeviceUnavailableError
 from kvshelf.kv.caches import TAILS_KEPT, KVCache, KVMemory, LayerCall, PendingCopy
 from kvshelf.kv.copier import Copier
 from kvshelf.kv.copy_plan import CopyPlan
 from kvshelf.kv.streams import Streams
 from kvshelf.logs import RateLimitedLog
-from kvshelf.traces import trace_range
 
 logger = logging.getLogger(__name__)
 

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from kvshelf.errors import ConfigError, UnsupportedError
-from kvshelf.pages import (
+from kvshelf.memory.pages import (
     address_of,
     lockable,
     map_pages,  # noqa: TID251

@@ -35,9 +35,9 @@ from kvshelf.errors import ConfigError
 from kvshelf.format.keys import Chunk
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.memory.arena import Arena
+from kvshelf.memory.pages import require_free
 from kvshelf.memory.ring import Ring, Share, Slot, rounded
 from kvshelf.metrics import Counters
-from kvshelf.pages import require_free
 
 if TYPE_CHECKING:
     import torch

@@ -1,31 +1,13 @@
-"""The node server's clients for engines and programs that bring their own connector.
-
-The public names of :mod:`kvshelf.adapters`, for engines, and :func:`open_cache`, for programs. Only
-this module of :mod:`kvshelf.server` imports adapters, which are built upon the others.
-"""
+"""Opens caches whose shelf is that of a node server, for programs."""
 
 from __future__ import annotations
 
-from kvshelf.adapters.copies import Layout, LoadStoreOp
-from kvshelf.adapters.names import striding_block_hashes
-from kvshelf.adapters.scheduler import SchedulerAdapter
-from kvshelf.adapters.worker import Event, WorkerAdapter
 from kvshelf.cache import ChunkCache
 from kvshelf.config import Config
 from kvshelf.errors import ConfigError
 from kvshelf.format.model import ModelFacts
 from kvshelf.server.connection import NodeClient
 from kvshelf.server.view import open_served
-
-__all__ = [
-    "Event",
-    "Layout",
-    "LoadStoreOp",
-    "SchedulerAdapter",
-    "WorkerAdapter",
-    "open_cache",
-    "striding_block_hashes",
-]
 
 
 def open_cache(config: Config, model: ModelFacts, *, timeout_s: float = 30.0) -> ChunkCache:

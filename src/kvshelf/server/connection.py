@@ -44,7 +44,7 @@ from kvshelf.errors import KVShelfError, UnavailableStorageError
 from kvshelf.format.namespace import Namespace
 from kvshelf.logs import RateLimitedLog
 from kvshelf.memory.arena import Arena
-from kvshelf.pages import page_lock
+from kvshelf.memory.pages import page_lock
 from kvshelf.server import protocol
 from kvshelf.server.listener import (
     Greeting,

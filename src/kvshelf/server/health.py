@@ -8,7 +8,7 @@ path         answer
 ``/metrics`` what ``docs/metrics.md`` lists, for Prometheus
 ===========  =====================================================================================
 
-How clients are bounded is in :mod:`kvshelf.probes`.
+How clients are bounded is in :mod:`kvshelf.server.http`.
 
 Threads
 -------
@@ -40,7 +40,7 @@ from kvshelf.backends.guard import GuardedBackend
 from kvshelf.metrics import COUNTERS as SHELF_COUNTERS
 from kvshelf.metrics import GAUGES as SHELF_GAUGES
 from kvshelf.metrics import OPERATIONS, TIME_BOUNDS, Counters
-from kvshelf.probes import Page, Probes, listen, text
+from kvshelf.server.http import Page, Probes, listen, text
 from kvshelf.server.node import COUNTERS, GAUGES
 
 #: Prefix of all names.

@@ -26,13 +26,13 @@ import threading
 from collections.abc import Callable
 from typing import Final
 
-from kvshelf.assembly import Role, assemble
 from kvshelf.config import Config
 from kvshelf.memory.arena import Arena
 from kvshelf.metrics import Counters
 from kvshelf.server.health import Health, ServerMetrics
 from kvshelf.server.node import Node
 from kvshelf.server.session import Server
+from kvshelf.tiers.runtime import Role, open_runtime
 
 logger = logging.getLogger(__name__)
 
@@ -100,21 +100,21 @@ def serve(
         arena = Arena(memory_bytes, shared=True)
         opened.callback(arena.close)
         counters = Counters()
-        assembly = assemble(config, Role.SERVER, counters)
-        shelf, disk = assembly.storage
+        runtime = open_runtime(config, Role.SERVER, counters)
+        shelf, disk = runtime.storage
         shelf.backend.count_into(counters.add)
-        opened.callback(assembly.close)
-        assembly.keep_bounds()
+        opened.callback(runtime.close)
+        runtime.keep_bounds()
         node = Node(
             shelf,
             arena,
             disk_tier=disk,
             counters=counters,
-            uses=assembly.uses,
-            hands_over=None if assembly.evictor is None else assembly.evictor.hands_over,
+            uses=runtime.uses,
+            hands_over=None if runtime.evictor is None else runtime.evictor.hands_over,
         )
         opened.callback(node.close)
-        opened.callback(assembly.uses.close)
+        opened.callback(runtime.uses.close)
 
         def run() -> None:
             nonlocal over

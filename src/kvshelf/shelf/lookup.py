@@ -19,7 +19,7 @@ Contracts
 * A lookup may have to wait for something before its keys can be made. It waits outside the queue,
   so that no other lookup waits with it.
 * While the circuit breaker is open, lookups still compute chunk keys but report no hit, at once.
-* Background threads pause often, see :mod:`kvshelf.shelf.pacing`.
+* Background threads pause often, see :mod:`kvshelf.background`.
 * On a low-latency storage every object that a hit needs has been seen. On a high-latency storage
   some full chunks of a hit were not probed; a gap between them is found by the load. All windows
   and states that a hit needs have been seen.
@@ -40,13 +40,13 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+from kvshelf.background import GilPace
 from kvshelf.format.hit_rule import HitRule
 from kvshelf.format.keys import Chunk, KeyChain
 from kvshelf.format.kinds import FULL, KINDS, Kind, kind_key
 from kvshelf.logs import RateLimitedLog
 from kvshelf.metrics import Counters
 from kvshelf.shelf.failed_keys import FailedKeys
-from kvshelf.shelf.pacing import GilPace
 from kvshelf.shelf.presence import PresenceCache
 from kvshelf.shelf.search import Search
 from kvshelf.shelf.threads import StorageThreads

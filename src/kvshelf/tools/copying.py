@@ -41,10 +41,10 @@ from kvshelf.errors import ConfigError, NotRegularError, ObjectNameError, Storag
 from kvshelf.format.keys import Chunk
 from kvshelf.format.names import ParsedName, parse_path
 from kvshelf.format.objects import ObjectFormat
+from kvshelf.prompts import Prompt, TokenPrompt
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.shelf.view import ObjectRef, Presence, find_together
 from kvshelf.tools.prompt_objects import known_format, prompt_objects
-from kvshelf.tools.prompts import Prompt, TokenPrompt
 from kvshelf.tools.work import Work
 
 #: Objects that are probed at the target at once.

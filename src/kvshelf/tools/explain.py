@@ -29,10 +29,10 @@ from kvshelf.format.keys import Chunk, KeyChain, salt_group_of
 from kvshelf.format.kinds import FULL, Kind
 from kvshelf.format.names import object_name
 from kvshelf.format.objects import ObjectFormat
+from kvshelf.prompts import Prompt, TokenPrompt
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.shelf.view import ObjectRef, Presence
 from kvshelf.tools.prompt_objects import known_format
-from kvshelf.tools.prompts import Prompt, TokenPrompt
 
 #: A prompt whose `tokens` are set.
 AnyPrompt: TypeAlias = "Prompt | TokenPrompt"

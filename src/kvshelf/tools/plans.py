@@ -42,11 +42,11 @@ from kvshelf.capacity.sweep import (
     reason_to_delete,
 )
 from kvshelf.errors import StorageError, size_text
+from kvshelf.prompts import Prompt, TokenPrompt
 from kvshelf.shelf.pins import Pins
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.tools.listing import list_parts
 from kvshelf.tools.prompt_objects import known_formats, prompt_objects
-from kvshelf.tools.prompts import Prompt, TokenPrompt
 from kvshelf.tools.usage import Row
 
 

@@ -17,8 +17,8 @@ from kvshelf.format.keys import Chunk, KeyChain, salt_group_of
 from kvshelf.format.kinds import Kind
 from kvshelf.format.names import object_name
 from kvshelf.format.objects import ObjectFormat
+from kvshelf.prompts import Prompt, TokenPrompt
 from kvshelf.shelf.shelf import NamespaceInfo, Shelf
-from kvshelf.tools.prompts import Prompt, TokenPrompt
 
 _BATCH: Final = 256
 

@@ -25,9 +25,9 @@ from kvshelf.format.hit_rule import HitRule
 from kvshelf.format.keys import Chunk, KeyChain, salt_group_of
 from kvshelf.format.kinds import FULL, Kind
 from kvshelf.format.objects import ObjectFormat
+from kvshelf.prompts import TokenPrompt
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.shelf.view import Presence, find_pieces
-from kvshelf.tools.prompts import TokenPrompt
 
 _ATTEMPTS: Final = 3
 _MAX_PROMPTS: Final = 64

@@ -53,6 +53,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Final
 
+from kvshelf.background import trace_range
 from kvshelf.errors import (
     BadObjectError,
     DeviceUnavailableError,
@@ -65,7 +66,6 @@ from kvshelf.kv.caches import KVMemory
 from kvshelf.memory.arena import bytes_at
 from kvshelf.memory.ring import Share, Slot
 from kvshelf.shelf.view import FailedRead, Pinned, ShelfView
-from kvshelf.traces import trace_range
 from kvshelf.transfer.context import TransferContext, TransferHalf
 from kvshelf.transfer.load import Failure, LoadPiece
 

@@ -51,6 +51,7 @@ from enum import Enum
 from typing import Final
 
 from kvshelf.backends import WriteResult
+from kvshelf.background import trace_range
 from kvshelf.errors import (
     BoundReachedError,
     DeviceUnavailableError,
@@ -62,7 +63,6 @@ from kvshelf.format.names import object_name
 from kvshelf.kv.caches import DONE, PendingCopy
 from kvshelf.memory.ring import Slot
 from kvshelf.shelf.view import ObjectRef, Presence, ShelfView
-from kvshelf.traces import trace_range
 from kvshelf.transfer.context import ChunkSlots, TransferContext, TransferHalf
 from kvshelf.transfer.store_history import StoreHistory
 

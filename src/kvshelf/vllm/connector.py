@@ -42,13 +42,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.kv_cache_interface import iter_layer_specs
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from kvshelf.assembly import Role, assemble
 from kvshelf.config import Config
 from kvshelf.errors import ConfigError, UnsupportedError
 from kvshelf.format.namespace import Namespace
 from kvshelf.logs import RateLimitedLog, prefixed
 from kvshelf.metrics import Counters
 from kvshelf.server import INSTALL
+from kvshelf.tiers.runtime import Role, open_runtime
 from kvshelf.urls import directory_of
 from kvshelf.vllm.affinity import widen_cpu_affinity
 from kvshelf.vllm.groups import CacheGroups, with_chunk_size
@@ -180,7 +180,7 @@ class KVShelfConnector(KVConnectorBase_V1, SupportsHMA):
             in_place=not copies,
             gpu=gpu,
         )
-        self._assembly = assemble(
+        self._runtime = open_runtime(
             self._config,
             Role.ENGINE,
             self._counters,
@@ -193,7 +193,7 @@ class KVShelfConnector(KVConnectorBase_V1, SupportsHMA):
         if role is KVConnectorRole.SCHEDULER:
             logger.info(
                 "shelf %s, %d tokens a chunk, %s",
-                self._assembly.url,
+                self._runtime.url,
                 self._config.chunk_size,
                 self._config.bounds_told,
             )
@@ -211,13 +211,13 @@ class KVShelfConnector(KVConnectorBase_V1, SupportsHMA):
                 SchedulerEngine(
                     vllm_config,
                     self._config,
-                    self._assembly.shelf,
+                    self._runtime.shelf,
                     self._groups,
                     ranks=int(vllm_config.parallel_config.world_size),
                     may_store=not refuses,
                     hands_over=_is_first_in_multi_connector(),
                     counters=self._counters,
-                    uses=self._assembly.uses,
+                    uses=self._runtime.uses,
                     others_transfer=_others_transfer(),
                     is_consumer=not transfer.is_kv_producer,
                 )
@@ -230,7 +230,7 @@ class KVShelfConnector(KVConnectorBase_V1, SupportsHMA):
             registration = Registration(
                 vllm_config,
                 self._config,
-                self._assembly,
+                self._runtime,
                 kv_cache_config,
                 int(vllm_config.parallel_config.rank),
                 self._streams_of,
@@ -474,7 +474,7 @@ class KVShelfConnector(KVConnectorBase_V1, SupportsHMA):
         """Publish what is staged for a bounded time; log what was lost. Idempotent."""
         # All of these are closed, the last one first, whatever some of them raise.
         with ExitStack() as stack:
-            for part in (self._node, self._assembly, self._side):
+            for part in (self._node, self._runtime, self._side):
                 if part is not None:
                     stack.callback(part.close)
 

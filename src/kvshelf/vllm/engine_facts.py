@@ -1,6 +1,6 @@
 """What the adapters for other connectors learn from vLLM: a model's facts, and layouts of caches.
 
-Owns :func:`model_facts` and :func:`learn_layouts`, which :mod:`kvshelf.adapters.multiprocess` calls
+Owns :func:`model_facts` and :func:`learn_layouts`, which :mod:`kvshelf.vllm.multiprocess` calls
 where a caller has vLLM's configuration and neither namespace nor layouts.
 """
 

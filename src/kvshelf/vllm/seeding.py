@@ -20,7 +20,7 @@ from kvshelf.config import DEFAULT_MEMORY, Config
 from kvshelf.errors import ConfigError, UnsupportedError
 from kvshelf.format.namespace import Namespace
 from kvshelf.format.objects import ObjectFormat
-from kvshelf.tools.prompts import Prompt, TokenPrompt, raise_bad_lines
+from kvshelf.prompts import Prompt, TokenPrompt, raise_bad_lines
 from kvshelf.vllm import check_vllm_version
 from kvshelf.vllm.options import CONNECTOR_NAME
 

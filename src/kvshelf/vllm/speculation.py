@@ -17,10 +17,9 @@ import sys
 from types import SimpleNamespace
 from typing import Any
 
-from kvshelf.config import Config
+from kvshelf.config import Config, weights_name
 from kvshelf.errors import UnsupportedError
 from kvshelf.format.namespace import Namespace
-from kvshelf.values import weights_name
 
 #: Logged with a reason.
 WITHOUT_DRAFTS = (

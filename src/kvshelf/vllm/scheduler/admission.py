@@ -1,7 +1,7 @@
-"""What an engine loads, by :mod:`kvshelf.admission`, and what it learns of its times.
+"""Decides which hits an engine loads, and learns from its times.
 
-Owns the times of the engine's steps and loads, what comes before a request, and what of a hit lies
-in tiers.
+:mod:`~kvshelf.vllm.scheduler.admission_rule` is the rule. This module owns the times of steps and
+loads, the work before each request, and how much of a hit lies in tiers.
 
 Contracts
 ---------
@@ -25,11 +25,11 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
-from kvshelf.admission import AdmissionRule, Before, Hit
-from kvshelf.costs import work
 from kvshelf.format.keys import Chunk
 from kvshelf.format.kinds import DRAFT, Kind, kind_key
 from kvshelf.vllm.metadata import StepMetadata, WorkerFacts
+from kvshelf.vllm.scheduler.admission_rule import AdmissionRule, Before, Hit
+from kvshelf.vllm.scheduler.costs import work
 from kvshelf.vllm.scheduler.engine import SchedulerEngine
 from kvshelf.vllm.scheduler.hits import Hits
 from kvshelf.vllm.scheduler.requests import RequestState, scheduled
@@ -154,7 +154,7 @@ class Admission:
         speculative = engine.vllm_config.speculative_config
         self._most_decoded = 1 + int(getattr(speculative, "num_speculative_tokens", 0) or 0)
         self._timed: OrderedDict[int, _Step] = OrderedDict()
-        #: The prompts that are being computed: the :func:`~kvshelf.costs.work` that is left.
+        #: The remaining :func:`~kvshelf.vllm.scheduler.costs.work` of prompts in computation.
         self._computing = Sums(2)
         #: Those of them that may not be: they were asked for since the last step.
         self._asked: list[str] = []

@@ -28,11 +28,11 @@ from kvshelf.config import Config
 from kvshelf.format.kinds import FULL, Kind
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.metrics import Counters
-from kvshelf.paths import cache_dir
 from kvshelf.shelf.failed_keys import FailedKeys
 from kvshelf.shelf.lookup import LookupService
 from kvshelf.shelf.view import ShelfView
 from kvshelf.tiers.tiered import AnyShelf
+from kvshelf.urls import cache_dir
 from kvshelf.vllm.adapters import AdapterDigests, adapter_settings
 from kvshelf.vllm.affinity import widen_cpu_affinity
 from kvshelf.vllm.groups import CacheGroups

@@ -271,14 +271,14 @@ class WorkerLoads:
             self.refused = self.refused or failure is Failure.UNAVAILABLE
             bad = failure is Failure.BAD
             if bad and not self._repairs:
-                self.registration.assembly.counters.add("unrepaired_objects")
+                self.registration.runtime.counters.add("unrepaired_objects")
             # The others say nothing about the chunk.
             if failure not in (Failure.UNAVAILABLE, Failure.CUT):
                 self.facts.next.failures.append((kind_key(chunk.key, kind), bad))
         good_until = op.end
         if load.failed:
             good_until = op.start if self._hybrid else self._good_until(load, op)
-        self.registration.assembly.counters.add("loaded_tokens", good_until - op.start)
+        self.registration.runtime.counters.add("loaded_tokens", good_until - op.start)
         self._note_bad(op, good_until)
 
     def _note_drafts(self, load: Load, op: LoadOp) -> None:
@@ -301,7 +301,7 @@ class WorkerLoads:
     @property
     def _repairs(self) -> bool:
         """Whether what is computed instead of a bad object may replace it."""
-        shelf = self.registration.assembly.shelf()
+        shelf = self.registration.runtime.shelf()
         return self.may_store and shelf is not None and not shelf.backend.properties.read_only
 
     def _note_bad(self, op: LoadOp, start: int) -> None:

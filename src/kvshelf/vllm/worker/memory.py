@@ -24,9 +24,9 @@ from kvshelf.format.objects import ObjectFormat
 from kvshelf.kv.topology import ShardPlan
 from kvshelf.memory.arena import Arena
 from kvshelf.memory.chunk_memory import ChunkMemory
+from kvshelf.memory.pages import memory_limit
 from kvshelf.memory.ring import rounded
 from kvshelf.metrics import Counters
-from kvshelf.pages import memory_limit
 from kvshelf.transfer.context import STATE_SHARE
 from kvshelf.transfer.transfers import default_io_threads
 from kvshelf.vllm.affinity import widen_cpu_affinity

@@ -2,7 +2,7 @@
 
 Owns the memory, the transfers of all kinds, what is read ahead into memory, the promises of
 hand-overs, and the views of the namespaces whose KV moves. A drafter's KV is one more kind of the
-transfers (:mod:`kvshelf.vllm.worker.layers`). :mod:`kvshelf.assembly` owns the shelf.
+transfers (:mod:`kvshelf.vllm.worker.layers`). :mod:`kvshelf.tiers.runtime` owns the shelf.
 
 When caches are registered, the memory is taken, and what copies from and to it is made; with
 pipeline stages, when the first namespace is known. The transfers are made with the first namespace,
@@ -29,7 +29,6 @@ from typing import Any
 import torch
 from vllm.distributed.parallel_state import get_dcp_group, model_parallel_is_initialized
 
-from kvshelf.assembly import Assembly
 from kvshelf.backends.guard import GuardedBackend
 from kvshelf.config import Config
 from kvshelf.errors import ConfigError, UnsupportedError
@@ -46,6 +45,7 @@ from kvshelf.memory.arena import Arena
 from kvshelf.memory.chunk_memory import ChunkMemory, ChunkPlaces
 from kvshelf.metrics import COUNTERS, Counters
 from kvshelf.shelf.view import ShelfView
+from kvshelf.tiers.runtime import Runtime
 from kvshelf.transfer.context import TransferContext
 from kvshelf.transfer.promises import Promises
 from kvshelf.transfer.read_ahead import ReadAhead
@@ -85,7 +85,7 @@ class Registration:
     ----------
     vllm_config : VllmConfig
     config : Config
-    assembly : Assembly
+    runtime : Runtime
         The shelf, and what this process has beside it.
     kv_cache_config : KVCacheConfig, optional
     rank : int
@@ -114,7 +114,7 @@ class Registration:
 
     vllm_config: Any
     config: Config
-    assembly: Assembly
+    runtime: Runtime
     kv_cache_config: Any = None
     rank: int = 0
     streams: Callable[[torch.device], Streams | None] = lambda device: None
@@ -207,7 +207,7 @@ class Registration:
                 rank=self.model.rank,
                 device=self.model.caches.device if self.on_device else None,
                 share=self.share,
-                counters=self.assembly.counters,
+                counters=self.runtime.counters,
             )
         for kind, plan in plans.items():
             name = DRAFT if layers.of_drafter else kind
@@ -258,10 +258,10 @@ class Registration:
         RuntimeError
             If the system allows no threads now. The next call tries again.
         """
-        model, shelf = self.model, self.assembly.shelf()
+        model, shelf = self.model, self.runtime.shelf()
         if model.namespace is not None and model.namespace.encoded == encoded:
             return True
-        self.assembly.keep_bounds()
+        self.runtime.keep_bounds()
         if shelf is None or model.caches is None or model.disabled_reason:
             # The scheduler announces the namespace until this worker's reports end.
             return False
@@ -279,13 +279,13 @@ class Registration:
 
     def open_drafts(self, encoded: bytes, slug: str) -> None:
         """Also move KV of a namespace of the drafter; never raises."""
-        drafter, transfers, shelf = self.drafter, self.serving, self.assembly.shelf()
+        drafter, transfers, shelf = self.drafter, self.serving, self.runtime.shelf()
         if drafter is None or drafter.namespace is not None or transfers is None or shelf is None:
             return
         try:
             fmt = self._format_in(drafter, encoded, slug)
             if fmt is not None:
-                counters = _DraftCounters(self.assembly.counters)
+                counters = _DraftCounters(self.runtime.counters)
                 transfers.add(self._context(DRAFT, drafter.kinds[DRAFT], shelf.backend, counters))
                 self.views = {**self.views, DRAFT: shelf.view(fmt)}
                 drafter.namespace = fmt.namespace
@@ -311,14 +311,14 @@ class Registration:
 
     def _start(self, backend: GuardedBackend) -> None:
         """Start the threads that move the model's KV, all kinds of it."""
-        counters = self.assembly.counters
+        counters = self.runtime.counters
         contexts = [
             self._context(kind, of_kind, backend, counters)
             for kind, of_kind in self.model.kinds.items()
         ]
         self.transfers = transfers = Transfers(contexts)
         self.promises = Promises(
-            counters, evictor=self.assembly.evictor, on_thread_start=widen_cpu_affinity
+            counters, evictor=self.runtime.evictor, on_thread_start=widen_cpu_affinity
         )
         assert self.host is not None
         self.host.grow()

@@ -66,7 +66,7 @@ class WorkerSide:
     Parameters
     ----------
     registration : Registration
-        Closed with the worker side, as its assembly is.
+        Closed with the worker side, as its runtime is.
     may_store : bool
         Whether the engine stores anything: no object that it finds bad is replaced otherwise.
     others_fill : bool
@@ -88,8 +88,8 @@ class WorkerSide:
     ) -> None:
         self.registration = registration
         self.rank = rank = registration.rank
-        self._assembly = assembly = registration.assembly
-        self.counters = assembly.counters
+        self._runtime = runtime = registration.runtime
+        self.counters = runtime.counters
         self._vllm_config = vllm_config = registration.vllm_config
         self._config = config = registration.config
         self.weights = WorkerWeights(vllm_config)
@@ -104,7 +104,7 @@ class WorkerSide:
         several = vllm_config.parallel_config.world_size > 1
         in_directory = config.server is None and directory_of(config.shared_storage_path or "")
         if several and in_directory and (rank or may_store):
-            self._ranks_file = RanksFile(rank, assembly.shelf, self.registration.model.disable)
+            self._ranks_file = RanksFile(rank, runtime.shelf, self.registration.model.disable)
             receivers.append(self._ranks_file.take_orders)
         self._orders = Inbox[Orders](receivers)
         self._meta: StepMetadata | None = None
@@ -241,7 +241,7 @@ class WorkerSide:
 
     def _note_storage(self, facts: WorkerFacts) -> None:
         """Note what stores have left on the shelf, and whether its storage answers."""
-        transfers, shelf = self.registration.transfers, self._assembly.shelf()
+        transfers, shelf = self.registration.transfers, self._runtime.shelf()
         if transfers is None or shelf is None:
             return
         facts.repaired += transfers.take_repaired()
@@ -264,7 +264,7 @@ class WorkerSide:
         used = None if caches is None else ops.implementation(caches.device)
         for copier, (name, _) in COPIERS.items():
             self.counters.set_gauge(name, int(copier == used))
-        shelf = self._assembly.shelf()
+        shelf = self._runtime.shelf()
         if shelf is not None:
             guard = shelf.backend
             self.counters.set_gauge("read_breaker_state", _STATES[guard.reads.state])
@@ -306,7 +306,7 @@ class WorkerSide:
         # All of these are called, the last one first, whatever some of them raise.
         with ExitStack() as stack:
             stack.callback(self.registration.close)
-            stack.callback(self._assembly.close)
+            stack.callback(self._runtime.close)
             stack.callback(self._end_transfers, DRAIN_SECONDS)
             if self._ranks_file is not None:
                 stack.callback(self._ranks_file.close)

@@ -144,7 +144,7 @@ class WorkerStores:
     def _drop(self, op: StoreOp, why: str) -> None:
         """Count a chunk that is not stored. Of a drafter's only those are counted that move."""
         if op.kind != DRAFT:
-            self.registration.assembly.counters.add(f"dropped_chunks_{why}")
+            self.registration.runtime.counters.add(f"dropped_chunks_{why}")
 
     def _break_promise(self, op: StoreOp) -> None:
         """Mark the promise of a store as broken, if another engine waits for the chunk."""

@@ -1,8 +1,8 @@
-"""What a process has of a shelf, made of its configuration: tiers, uses, housekeeping.
+"""Opens the shelf of a configuration for a process, with its tiers, use records and evictor.
 
-Owns how the shelf of a configuration is opened for each :class:`Role`, which parts that role has
-beside it, and the order in which they are closed. Engines, :class:`~kvshelf.cache.ChunkCache` and
-the node server make theirs here. Commands need the shelf alone (:mod:`kvshelf.cli.common`).
+Owns how the shelf is opened for each :class:`Role`, which parts that role has in addition, and the
+order in which they are closed. Engines, :class:`~kvshelf.cache.ChunkCache` and the node server make
+a :class:`Runtime`. Commands need the shelf alone (:mod:`kvshelf.cli.shelves`).
 
 ========== ========================== ================================
 role       the shelf is opened        bounds are kept
@@ -11,7 +11,7 @@ ENGINE     on a thread; it is used as from the worker's first
            soon as it answers         namespace on
 CACHE      at once, or not at all     from the start
 SERVER     at once; a storage that    from the start, with
-           does not answer, later     :meth:`Assembly.keep_bounds`
+           does not answer, later     :meth:`Runtime.keep_bounds`
 ========== ========================== ================================
 
 Contracts
@@ -20,7 +20,7 @@ Contracts
   them.
 * Parts are closed in this order: uses, which are recorded first; housekeeping, which lifts its
   bounds; the disk tier; the shelf. Stores have ended by then.
-* :meth:`Assembly.keep_bounds` and :meth:`Assembly.shelf` never block.
+* :meth:`Runtime.keep_bounds` and :meth:`Runtime.shelf` never block.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Role(enum.Enum):
     SERVER = enum.auto()
 
 
-class Assembly:
+class Runtime:
     """The parts of one process around one shelf.
 
     Parameters
@@ -148,14 +148,14 @@ class Assembly:
         self._closing.close()
 
 
-def assemble(
+def open_runtime(
     config: Config,
     role: Role,
     counters: Counters,
     *,
     open_served: Callable[[], Shelf] | None = None,
     on_thread_start: Callable[[], None] | None = None,
-) -> Assembly:
+) -> Runtime:
     """Open the shelf of a configuration, and make what a role needs beside it.
 
     Parameters
@@ -166,7 +166,7 @@ def assemble(
     open_served : Callable, optional
         Opens the shelf behind the node server that ``config.server`` names.
     on_thread_start
-        As for :class:`Assembly`.
+        As for :class:`Runtime`.
 
     Raises
     ------
@@ -206,13 +206,13 @@ def assemble(
             def get() -> Shelf:
                 return shelf
 
-        assembly = Assembly(
+        runtime = Runtime(
             config, counters, get, storage=storage, url=shown, on_thread_start=on_thread_start
         )
         if role is Role.CACHE and config.server is None:
-            assembly.keep_bounds()
-        assembly._closing = closing.pop_all()
-    return assembly
+            runtime.keep_bounds()
+        runtime._closing = closing.pop_all()
+    return runtime
 
 
 def open_late(

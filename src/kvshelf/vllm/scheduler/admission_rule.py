@@ -1,8 +1,9 @@
-"""The rule by which a hit is loaded: where that is expected to be sooner than computing it.
+"""The rule of admission: a hit is loaded if loading is expected to be faster than computing.
 
-Owns the comparison. vLLM has the first x of a prompt's n tokens, and the shelf has those up to h.
-Computing takes C(x→n) seconds, loading a + b (bytes) + C(h→n), see :mod:`kvshelf.costs`. Loads from
-a storage and loads from tiers in front of it have an a and a b of their own. The difference is the
+Let a prompt have n tokens, the first x in vLLM's prefix cache and the first h on the shelf.
+Computing takes C(x→n) seconds, loading a + b (bytes) + C(h→n), see
+:mod:`~kvshelf.vllm.scheduler.costs`. The storage and the tiers in front of it each have their own a
+and b. The difference is the
 largest for all of the hit or none of it, because C grows faster than the bytes. Both ways wait for
 the prompts before the request. A load overlaps that wait: only its time beyond the wait counts. A
 prompt that is computed delays each request whose load runs, by half of its time on average.
@@ -42,7 +43,7 @@ from __future__ import annotations
 import math
 from typing import Final, NamedTuple
 
-from kvshelf.costs import LoadCosts, PrefillCosts, attended
+from kvshelf.vllm.scheduler.costs import LoadCosts, PrefillCosts, attended
 
 #: ε: share of the time of computing a hit by which its load may delay the first token.
 MOST_DELAY: Final = 0.25
@@ -136,7 +137,8 @@ class AdmissionRule:
     ----------
     prefill : PrefillCosts
     loads : dict
-        :class:`~kvshelf.costs.LoadCosts` of hits on the storage (False), and of those in tiers.
+        :class:`~kvshelf.vllm.scheduler.costs.LoadCosts` of hits on the storage (False), and in
+        tiers (True).
     """
 
     def __init__(self, step_tokens: int) -> None:

@@ -3,7 +3,7 @@
 Owns two models of seconds. Computing the tokens from x to y of a prompt takes
 p (y − x) + q (y² − x²) / 2: the linear layers, and the attention to all tokens before. Loading n
 bytes takes a + b n. Since the first grows faster than the second, the best part of a hit to load is
-all of it or nothing, see :mod:`kvshelf.admission`.
+all of it or nothing, see :mod:`kvshelf.vllm.scheduler.admission_rule`.
 
 Contracts
 ---------

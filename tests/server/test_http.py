@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from kvshelf import probes
 from kvshelf.errors import ConfigError
-from kvshelf.probes import Page, Probes, listen, text
+from kvshelf.server import http as probes
+from kvshelf.server.http import Page, Probes, listen, text
 from tests.support.waiting import PATIENCE, until
 
 pytestmark = pytest.mark.real

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvshelf.costs import Fit, LoadCosts, PrefillCosts
+from kvshelf.vllm.scheduler.costs import Fit, LoadCosts, PrefillCosts
 
 LINEAR, ATTENTION, DECODE, STEP = 3e-4, 6e-8, 2e-3, 4e-3
 LENGTHS = [512, 1024, 2048, 8192]

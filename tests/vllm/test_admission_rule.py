@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvshelf.admission import MOST_DELAY, AdmissionRule, Before, Hit
+from kvshelf.vllm.scheduler.admission_rule import MOST_DELAY, AdmissionRule, Before, Hit
 
 CHUNK: Final = 256
 BLOCK: Final = 16
