@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from kvshelf import ChunkCache, ModelFacts, Shelf, empty_tuples
+from kvshelf.cli.seed import SeedReport, seed_shelf
 from kvshelf.errors import ConfigError, UnsupportedError
 from kvshelf.format.kinds import STATE
 from kvshelf.kv.state_tensors import empty_state
 from kvshelf.prompts import TokenPrompt
-from kvshelf.tools.seeding import SeedReport, seed_shelf
 from tests.sim.storage import posix
 from tests.support.waiting import PATIENCE
 

@@ -13,7 +13,7 @@ import config_page
 import pytest
 import torch
 
-from kvshelf.cli.codes import EXIT_CODES
+from kvshelf.cli.common import EXIT_CODES
 from kvshelf.config import Config, variable_of
 from tests.support.pages import PAGES, ROOT, anchors, blocks, prose
 

@@ -220,7 +220,7 @@ INPUTS: list[tuple[str, str, int]] = [
     ("pin SHELF a --group _ --yes", "pin a: ", 0),
     ("verify SHELF --yes", "found --yes without --repair; give both, or neither", 2),
     ("verify SHELF --long", "found --long without OBJECT; give both, or neither", 2),
-    ("verify SHELF abcdef", "no key on SHELF begins with abcdef", 2),
+    ("verify SHELF abcdef", "is no object of SHELF", 2),
     ("verify SHELF --sample 200%", "--sample: found '200%'; expected a number of objects", 2),
     ("verify SHELF --sample 1_0", "--sample: found '1_0'", 2),
     ("copy SHELF SHELF", "expected two places", 2),

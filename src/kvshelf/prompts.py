@@ -1,6 +1,6 @@
 """Files with one prompt per line, for the commands that take prompts.
 
-Owns the format of the lines. A line is JSON:
+Owns the format of the lines. It has no tokenizer and no engine. A line is JSON:
 
 =============================================  ==============================================
 line                                           prompt
@@ -18,11 +18,8 @@ line                                           prompt
 An object may also have ``cache_salt``, and ``id``, which is ignored. Any other field is an error:
 ignoring it could seed the wrong chunks.
 
-Contracts
----------
-* A file is read completely before a prompt is used. All bad lines are reported at once, by
-  their numbers.
-* No tokenizer, no engine.
+A file is read completely before a prompt is used. All bad lines are reported together, by their
+numbers.
 """
 
 from __future__ import annotations
@@ -32,18 +29,27 @@ import os
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Annotated, Any, Final
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from kvshelf.errors import ConfigError, short_repr
 
-_MAX_REPORTED: Final = 20
-_KINDS: Final = ("prompt", "messages", "tokens")
-_CHAT: Final = ("tools", "chat_template", "chat_template_kwargs", "add_generation_prompt")
+_MAX_REPORTED_LINES: Final = 20
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
-    """One prompt; exactly one of `text`, `messages` and `tokens` is set.
+class TokenPrompt:
+    """One prompt as the engine sees it: its line in the file, its token ids and its cache_salt."""
+
+    line: int
+    tokens: Sequence[int]
+    salt: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class SourcePrompt:
+    """One prompt as a file has it; exactly one of `text`, `messages` and `tokens` is set.
 
     Attributes
     ----------
@@ -68,16 +74,67 @@ class Prompt:
     chat: Mapping[str, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class TokenPrompt:
-    """One prompt as the engine sees it: its line in the file, its token ids and its cache_salt."""
+class _Fields(BaseModel):
+    """What every form of a prompt may have."""
 
-    line: int
-    tokens: Sequence[int]
-    salt: str = ""
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    cache_salt: str | None = None
+    id: Any = None
 
 
-def parse_prompts(lines: Iterable[str], where: str) -> list[Prompt]:
+class _Text(_Fields):
+    prompt: Annotated[str, Field(min_length=1)]
+
+
+class _Tokens(_Fields):
+    tokens: Annotated[list[Annotated[int, Field(ge=0, lt=2**32)]], Field(min_length=1)]
+
+
+class _Message(BaseModel):
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    role: str
+    content: str | list[Any] | None = None
+
+
+class _Messages(_Fields):
+    messages: Annotated[list[_Message], Field(min_length=1)]
+    tools: Any = None
+    chat_template: Any = None
+    chat_template_kwargs: Any = None
+    add_generation_prompt: Any = None
+
+
+#: The forms of a prompt, by the field that only this form has.
+_FORMS: Final[dict[str, type[_Fields]]] = {
+    "prompt": _Text,
+    "messages": _Messages,
+    "tokens": _Tokens,
+}
+
+
+def read_prompts(path: str | os.PathLike[str]) -> list[SourcePrompt]:
+    """Return the prompts of a file.
+
+    Raises
+    ------
+    ConfigError
+        If it cannot be read, or for the reasons of :func:`parse_prompts`.
+    """
+    try:
+        with open(path, encoding="utf-8") as file:
+            return parse_prompts(file, os.fspath(path))
+    except IsADirectoryError:
+        raise ConfigError(
+            f"{os.fspath(path)} is a directory; expected a file of prompts, behind the SHELF"
+        ) from None
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"{os.fspath(path)} cannot be read: {reason}") from None
+
+
+def parse_prompts(lines: Iterable[str], where: str) -> list[SourcePrompt]:
     """Parse prompts from lines; empty lines are skipped.
 
     Parameters
@@ -91,7 +148,7 @@ def parse_prompts(lines: Iterable[str], where: str) -> list[Prompt]:
     ConfigError
         If there are bad lines, or no prompts at all.
     """
-    prompts: list[Prompt] = []
+    prompts: list[SourcePrompt] = []
     problems: list[tuple[int, str]] = []
     for number, line in enumerate(lines, 1):
         if line.strip():
@@ -114,99 +171,48 @@ def raise_bad_lines(problems: Sequence[tuple[int, str]], where: str = "the promp
         If `problems`, pairs of a line's number and its problem, is not empty.
     """
     if problems:
-        lines = [f"line {number}: {text}" for number, text in problems[:_MAX_REPORTED]]
-        if len(problems) > _MAX_REPORTED:
-            lines.append(f"and {len(problems) - _MAX_REPORTED} more")
+        lines = [f"line {number}: {text}" for number, text in problems[:_MAX_REPORTED_LINES]]
+        if len(problems) > _MAX_REPORTED_LINES:
+            lines.append(f"and {len(problems) - _MAX_REPORTED_LINES} more")
         count = f"{len(problems)} bad line{'s' if len(problems) > 1 else ''}"
         raise ConfigError("\n  ".join([f"{where}: {count}", *lines]))
 
 
-def read_prompts(path: str | os.PathLike[str]) -> list[Prompt]:
-    """Return the prompts of a file.
-
-    Raises
-    ------
-    ConfigError
-        If it cannot be read, or for the reasons of :func:`parse_prompts`.
-    """
-    try:
-        with open(path, encoding="utf-8") as file:
-            return parse_prompts(file, os.fspath(path))
-    except IsADirectoryError:
-        raise ConfigError(
-            f"{os.fspath(path)} is a directory; expected a file of prompts, behind the SHELF"
-        ) from None
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError(f"{os.fspath(path)} cannot be read: {reason}") from None
-
-
-def _parse(line: str, number: int) -> Prompt:
+def _parse(line: str, number: int) -> SourcePrompt:
     try:
         value = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"not JSON ({error})") from None
     if isinstance(value, str):
-        return Prompt(number, text=_text(value))
-    if isinstance(value, list):
-        if value and isinstance(value[0], dict):
-            return Prompt(number, messages=_messages(value))
-        return Prompt(number, tokens=_tokens(value))
-    if not isinstance(value, dict):
+        value = {"prompt": value}
+    elif isinstance(value, list):
+        value = {"messages" if value and isinstance(value[0], dict) else "tokens": value}
+    elif not isinstance(value, dict):
         raise ValueError(f"found {short_repr(value)}; expected a string, a list or an object")
-    return _parse_object(value, number)
-
-
-def _parse_object(value: dict[str, Any], number: int) -> Prompt:
-    kinds = [name for name in _KINDS if name in value]
-    if len(kinds) != 1:
-        found = " and ".join(kinds) or f"only {', '.join(map(repr, value)) or 'an empty object'}"
-        raise ValueError(f"found {found}; expected one of {', '.join(_KINDS)}")
-    kind = kinds[0]
-    allowed = {kind, "cache_salt", "id", *(_CHAT if kind == "messages" else ())}
-    if unknown := sorted(set(value) - allowed):
-        raise ValueError(
-            f"unknown field {', '.join(map(repr, unknown))}; {kind} can have "
-            f"{', '.join(sorted(allowed - {kind}))}"
-        )
+    forms = [name for name in _FORMS if name in value]
+    if len(forms) != 1:
+        names = " and ".join(forms) or f"only {', '.join(map(repr, value)) or 'an empty object'}"
+        raise ValueError(f"found {names}; expected one of {', '.join(_FORMS)}")
+    [form] = forms
+    try:
+        _FORMS[form].model_validate(value)
+    except ValidationError as error:
+        raise ValueError(_problem(form, error)) from None
     salt = value.get("cache_salt") or ""
-    if not isinstance(salt, str):
-        raise ValueError(f"cache_salt is {short_repr(salt)}; expected a string")
-    content = value[kind]
-    if kind == "messages":
-        chat = {name: value[name] for name in _CHAT if value.get(name) is not None}
-        return Prompt(number, messages=_messages(content), salt=salt, chat=chat)
-    if kind == "prompt":
-        return Prompt(number, text=_text(content), salt=salt)
-    return Prompt(number, tokens=_tokens(content), salt=salt)
+    if form == "prompt":
+        return SourcePrompt(number, text=value["prompt"], salt=salt)
+    if form == "tokens":
+        return SourcePrompt(number, tokens=array("I", value["tokens"]), salt=salt)
+    template = set(_Messages.model_fields) - set(_Fields.model_fields) - {"messages"}
+    chat = {name: value[name] for name in template if value.get(name) is not None}
+    return SourcePrompt(number, messages=value["messages"], salt=salt, chat=chat)
 
 
-def _text(value: object) -> str:
-    if not isinstance(value, str) or not value:
-        raise ValueError(f"the prompt is {short_repr(value)}; expected a text")
-    return value
-
-
-def _tokens(value: object) -> array[int]:
-    if not isinstance(value, list) or not value:
-        raise ValueError(f"found {short_repr(value)}; expected a list of token ids")
-    for position, token in enumerate(value):
-        if type(token) is not int or not 0 <= token < 2**32:
-            raise ValueError(
-                f"token {position} is {short_repr(token)}; token ids are 0 to {2**32 - 1}"
-            )
-    return array("I", value)
-
-
-def _messages(value: object) -> list[dict[str, Any]]:
-    if not isinstance(value, list) or not value:
-        raise ValueError(f"messages is {short_repr(value)}; expected a list of messages")
-    for position, message in enumerate(value):
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise ValueError(
-                f"message {position} is {short_repr(message)}; expected an object with role and "
-                "content"
-            )
-        if not isinstance(message.get("content"), str | list | None):
-            raise ValueError(f"the content of message {position} is neither text nor a list")
-    return value
+def _problem(form: str, error: ValidationError) -> str:
+    """Return what is wrong with the first bad field of a prompt."""
+    detail = error.errors()[0]
+    place = " ".join(map(str, detail["loc"]))
+    if detail["type"] == "extra_forbidden":
+        fields = sorted(set(_FORMS[form].model_fields) - {form})
+        return f"unknown field {place!r}; {form} can have {', '.join(fields)}"
+    return f"{place} is {short_repr(detail['input'])}: {detail['msg']}"

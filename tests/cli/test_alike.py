@@ -13,9 +13,8 @@ import pytest
 from kvshelf.backends import Backend, open_backend
 from kvshelf.backends.posix import PosixBackend
 from kvshelf.errors import PermanentStorageError, StorageError
-from kvshelf.format.keys import KeyChain
 from tests.support.commands import done, report, run
-from tests.support.filled import CHUNK, fill, hybrid, namespace, prompt
+from tests.support.filled import fill, hybrid, namespace, prompt
 
 FOLDER = namespace().folder
 
@@ -71,14 +70,6 @@ def test_name_that_may_be_several_is_told(shelf: Path, prompts: Path) -> None:
         assert result.exit_code == 2, result.output
         assert all(folder in result.stderr for folder in folders)
         assert run(name, *more, "-n", "").exit_code == 2
-
-
-def test_keys_are_named_by_a_beginning(shelf: Path) -> None:
-    key = next(iter(KeyChain(namespace().digest, CHUNK).extend(prompt(0, 2)))).key.hex()
-    assert "2 of 2 objects" in done("verify", shelf, key[:8]).stdout  # both shards
-    file = next(shelf.rglob(f"{key}*"))
-    file.with_name(file.name.replace(key, key[:-1] + "10"[key[-1] == "1"])).touch()
-    assert "2 keys" in run("verify", shelf, key[:8]).stderr
 
 
 # ------------------------------------------------------------------------------ dry runs

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from kvshelf.backends.posix import PosixBackend
-from kvshelf.cli.codes import UNEXPECTED
+from kvshelf.cli.common import UNEXPECTED
 from tests.support.commands import all_commands, run
 from tests.support.filled import fill, namespace, prompt
 from tests.support.servers import BUCKET, S3Server
@@ -169,7 +169,7 @@ def test_interrupt_has_a_code_of_its_own(tmp_path: Path) -> None:
     assert "start it again from the beginning" in err
 
 
-@pytest.mark.parametrize("module", ["kvshelf.cli.app", "kvshelf.cli.ls", "kvshelf.tools.usage"])
+@pytest.mark.parametrize("module", ["kvshelf.cli.app", "kvshelf.cli.ls", "kvshelf.cli.listing"])
 def test_interrupt_of_an_import_is_one_line(tmp_path: Path, module: str) -> None:
     code = (
         "import sys\n"

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvshelf.backends.posix import PosixBackend
-from kvshelf.cli.codes import PROBLEM
+from kvshelf.cli.common import PROBLEM
 from kvshelf.errors import PermanentStorageError, StorageError, TransientStorageError
 from kvshelf.shelf.pins import Pin, Pins
 from tests.support.filled import namespace, prompt

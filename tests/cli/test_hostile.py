@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from typer.testing import Result
 
 from kvshelf.capacity.sweep import KEEPERS
-from kvshelf.cli.codes import EXIT_CODES, PROBLEM, UNEXPECTED, UNREACHABLE, USAGE
+from kvshelf.cli.common import EXIT_CODES, PROBLEM, UNEXPECTED, UNREACHABLE, USAGE
 from kvshelf.format.namespace import Namespace
 from tests.support.commands import run
 from tests.support.filled import fill, hybrid, namespace, prompt

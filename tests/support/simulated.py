@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from kvshelf import background
 from kvshelf.backends import guard
 from kvshelf.backends.guard import GuardedBackend
 from kvshelf.capacity import evictor as evictor_module
@@ -25,7 +26,6 @@ from kvshelf.capacity import keepers, limits
 from kvshelf.capacity.evictor import Evictor
 from kvshelf.config import CapacityConfig
 from kvshelf.metrics import Counters
-from kvshelf.shelf import pacing
 from tests.sim import memory
 from tests.sim.memory import MemoryStorage
 
@@ -99,7 +99,7 @@ class Fleet:
             thread_time=self._thread_time,
             sleep=lambda seconds: None,
         )
-        for module in (guard, evictor_module, keepers, memory, pacing):
+        for module in (guard, evictor_module, keepers, memory, background):
             monkeypatch.setattr(module, "time", clock)
         monkeypatch.setattr(limits, "WAIT_SECONDS", 0.0)
         listed = self.storage._walk

@@ -26,7 +26,7 @@ ENGINE = {
 def test_what_was_seeded_is_found_by_another_engine(
     engines: Engines, ask: Ask, prompt: MakePrompt, tmp_path: Path
 ) -> None:
-    """What becomes of each form of a line is in tests/tools/test_seeding.py."""
+    """What becomes of each form of a line is in tests/cli/test_seed.py."""
     # The same weights as the model of the other engine, and a tokenizer.
     model = make_model(tmp_path / "model", "tiny", tokenizer=True)
     shelf, file = ShelfFiles(tmp_path / "shelf"), tmp_path / "prompts.jsonl"

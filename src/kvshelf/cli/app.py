@@ -16,8 +16,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from kvshelf import __version__
-from kvshelf.cli.codes import EXIT_CODES, GIVEN, in_one_line
-from kvshelf.cli.common import guarded, option
+from kvshelf.cli.common import COMMON_OPTIONS, EXIT_CODES, ending_in_one_line, guarded, option
 
 _CODES: Final = ", ".join(f"{code} {meaning}" for code, meaning in EXIT_CODES.items())
 #: What each command does, and the arguments of an example, in the order of the help.
@@ -62,11 +61,12 @@ class _Commands(TyperGroup):
         does, example = COMMANDS[cmd_name]
         if self._listing:
             return TyperCommand(cmd_name, help=does)
-        function = getattr(importlib.import_module(f"kvshelf.cli.{cmd_name}"), cmd_name)
+        module = "rm" if cmd_name == "gc" else cmd_name
+        function = getattr(importlib.import_module(f"kvshelf.cli.{module}"), cmd_name)
         alone = typer.Typer(add_completion=False, rich_markup_mode=None)
         alone.command(cmd_name, epilog=f"Example: kvshelf {cmd_name} {example}")(guarded(function))
         command: Any = typer.main.get_command(alone)
-        command.params += [one for one in self.params if one.name in GIVEN]
+        command.params += [param for param in self.params if param.name in COMMON_OPTIONS]
         return command
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
@@ -83,17 +83,17 @@ class _Commands(TyperGroup):
         return super().resolve_command(ctx, args)
 
     def make_context(self, *args: Any, **more: Any) -> Any:
-        with in_one_line(), _told():
+        with ending_in_one_line(), _plain_errors():
             return super().make_context(*args, **more)
 
     def invoke(self, ctx: Any) -> Any:
-        with in_one_line(), _told():
+        with ending_in_one_line(), _plain_errors():
             return super().invoke(ctx)
 
 
 @contextlib.contextmanager
-def _told() -> Iterator[None]:
-    """Say more than typer of options that only stand behind a command, less of values."""
+def _plain_errors() -> Iterator[None]:
+    """Say where an option belongs that stands before a command, and drop pydantic's prefix."""
     try:
         yield
     except Exception as raised:
@@ -125,7 +125,7 @@ def _print_version(value: bool) -> None:
 def _keep(ctx: typer.Context, param: typer.CallbackParam, value: Any) -> Any:
     """Remember an option that stands before or behind the name of the command."""
     if value or ctx.parent is None:
-        GIVEN[str(param.name)] = value
+        COMMON_OPTIONS[str(param.name)] = value
     return value
 
 

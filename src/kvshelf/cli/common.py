@@ -1,4 +1,6 @@
-"""Shared by the commands: errors, messages, output.
+"""Shared by the commands: exit codes, errors, messages, output.
+
+Owns the options that stand before or behind a command's name (:data:`COMMON_OPTIONS`).
 
 Contracts
 ---------
@@ -6,7 +8,7 @@ Contracts
   but JSON is on standard output: objects, each with what went wrong in ``errors``.
 * A command ends by returning (exit code 0), by ``typer.Exit`` or by raising an error, which
   :func:`guarded` turns into one line and an exit code. An exception that is none of kvshelf's
-  errors has a code of its own; ``--verbose`` shows its traceback.
+  errors has an exit code of its own; ``--verbose`` shows its traceback.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import json
 import logging
 import os
 import pwd
+import signal
 import stat
 import sys
 import traceback
@@ -28,17 +31,6 @@ from typing import Annotated, Any, Final, ParamSpec, TypeAlias
 
 import typer
 
-from kvshelf.cli.codes import (
-    GIVEN,
-    INTERRUPTED,
-    OK,
-    PROBLEM,
-    UNEXPECTED,
-    UNREACHABLE,
-    USAGE,
-    OutputError,
-    write_out,
-)
 from kvshelf.errors import (
     BadObjectError,
     ConfigError,
@@ -54,8 +46,32 @@ from kvshelf.errors import (
 
 logger = logging.getLogger(__name__)
 
+OK: Final = 0
+PROBLEM: Final = 1
+USAGE: Final = 2
+UNREACHABLE: Final = 3
+UNEXPECTED: Final = 4
+INTERRUPTED: Final = 130
+
+EXIT_CODES: Final = {
+    OK: "all is well",
+    PROBLEM: "a problem was found",
+    USAGE: "the command line or the configuration cannot be used",
+    UNREACHABLE: "the shelf cannot be reached",
+    UNEXPECTED: "the command met something that kvshelf does not expect",
+    INTERRUPTED: "the command was interrupted",
+}
+
+#: The options that stand before or behind a command's name, as they were given.
+COMMON_OPTIONS: Final[dict[str, Any]] = {
+    "verbose": False,
+    "quiet": False,
+    "config": None,
+    "storage_options": None,
+}
+
 #: Folders that could not be listed of which each has a line.
-_MOST_FOLDERS: Final = 3
+_MAX_SKIPPED_LINES: Final = 3
 
 
 def option(name: str, metavar: str, about: str, short: str = "", **more: Any) -> Any:
@@ -79,10 +95,57 @@ DryRunOption: TypeAlias = Annotated[
 ]
 JsonOption: TypeAlias = Annotated[bool, typer.Option("--json", help="Write JSON.")]
 
-#: What went wrong in the command that runs, and no JSON says yet.
+# ------------------------------------------------------------------------- how a command ends
+
+#: The problems of the running command that no JSON object has reported yet.
 _errors: Final[list[dict[str, Any]]] = []
 
 _P = ParamSpec("_P")
+
+
+class OutputError(Exception):
+    """Standard output takes no more."""
+
+
+@contextlib.contextmanager
+def ending_in_one_line() -> Iterator[None]:
+    """End the process in one line after an interrupt, and where standard output fails."""
+    try:
+        if sys.stdout is None:
+            # The next file that is opened would become standard output.
+            raise OutputError("standard output is closed")
+        try:
+            yield
+        finally:
+            write_out("")
+    except KeyboardInterrupt:
+        sys.stderr.write("kvshelf: interrupted\n")
+        sys.exit(INTERRUPTED)
+    except OutputError as error:
+        if sys.stdout is not None:
+            # Python flushes it once more at exit.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if str(error):
+            sys.stderr.write(f"kvshelf: {error}\n")
+            sys.exit(PROBLEM)
+        sys.exit(OK)
+
+
+@contextlib.contextmanager
+def ending_immediately() -> Iterator[None]:
+    """Have an interrupt end the process: torch takes an exception for an error of its import."""
+
+    def end(*_: object) -> None:
+        sys.stdout.flush()
+        sys.stderr.write("kvshelf: interrupted\n")
+        sys.stderr.flush()
+        os._exit(INTERRUPTED)
+
+    handler = signal.signal(signal.SIGINT, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
 
 
 def guarded(command: Callable[_P, None]) -> Callable[_P, None]:
@@ -92,19 +155,19 @@ def guarded(command: Callable[_P, None]) -> Callable[_P, None]:
     def run(*args: _P.args, **kwargs: _P.kwargs) -> None:
         _errors.clear()
         code = OK
-        with _log():
+        with _logging():
             try:
                 command(*args, **kwargs)
             except (OutputError, typer.Abort):
                 raise
-            except typer.Exit as left:
-                code = left.exit_code
+            except typer.Exit as end:
+                code = end.exit_code
             except KVShelfError as error:
-                message(told(error))
+                warn(error_text(error))
                 code = exit_code(error)
             except Exception as error:
                 logger.debug("kvshelf %s failed", command.__name__, exc_info=error)
-                message(_unexpected(command.__name__, error))
+                warn(_unexpected(command.__name__, error))
                 code = UNEXPECTED
             if _errors and kwargs.get("as_json"):
                 write_json({})
@@ -114,7 +177,7 @@ def guarded(command: Callable[_P, None]) -> Callable[_P, None]:
     return run
 
 
-class _Lines(logging.Handler):
+class _StandardError(logging.Handler):
     """Writes the log to standard error as it is at the time."""
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -124,24 +187,24 @@ class _Lines(logging.Handler):
 
 
 @contextlib.contextmanager
-def _log() -> Iterator[None]:
-    """Write the log of kvshelf as far as it is asked for while a command runs.
+def _logging() -> Iterator[None]:
+    """Write kvshelf's log while a command runs, as much as ``--verbose`` and ``--quiet`` ask for.
 
-    Breakers say only with ``--verbose`` what they do: a command tells the error that opened one.
+    Circuit breakers log only with ``--verbose``: a command tells the error that opened one.
     """
     ours, breakers = logging.getLogger("kvshelf"), logging.getLogger("kvshelf.backends.guard")
-    before = ours.level, breakers.level
-    lines = _Lines()
-    ours.addHandler(lines)
-    usual = logging.ERROR if GIVEN["quiet"] else logging.WARNING
-    ours.setLevel(logging.DEBUG if GIVEN["verbose"] else usual)
-    breakers.setLevel(logging.NOTSET if GIVEN["verbose"] else logging.CRITICAL)
+    levels = ours.level, breakers.level
+    handler = _StandardError()
+    ours.addHandler(handler)
+    usual = logging.ERROR if COMMON_OPTIONS["quiet"] else logging.WARNING
+    ours.setLevel(logging.DEBUG if COMMON_OPTIONS["verbose"] else usual)
+    breakers.setLevel(logging.NOTSET if COMMON_OPTIONS["verbose"] else logging.CRITICAL)
     try:
         yield
     finally:
-        ours.removeHandler(lines)
-        ours.setLevel(before[0])
-        breakers.setLevel(before[1])
+        ours.removeHandler(handler)
+        ours.setLevel(levels[0])
+        breakers.setLevel(levels[1])
 
 
 def _unexpected(command: str, error: Exception) -> str:
@@ -155,10 +218,10 @@ def _unexpected(command: str, error: Exception) -> str:
     )
 
 
-def told(error: Exception) -> str:
-    """Return the text of an error, or of the one that led to it.
+def error_text(error: Exception) -> str:
+    """Return the text of an error, or of the error that led to it.
 
-    Of a permission that is missing it says also whose the place is.
+    The text of a missing permission names the owner of the place too.
     """
     if isinstance(error, UnavailableStorageError) and error.reason:
         return error.reason
@@ -169,19 +232,19 @@ def told(error: Exception) -> str:
     place = Path(os.fsdecode(error.filename or ""))
     for path in (place, *place.parents) if place.is_absolute() else ():
         with contextlib.suppress(OSError):
-            found = path.stat()
+            status = path.stat()
             return (
-                f"{text}; {path} belongs to {_user(found.st_uid)}, mode"
-                f" {stat.S_IMODE(found.st_mode):04o}, and you are {_user(os.geteuid())}"
+                f"{text}; {path} belongs to {_user_name(status.st_uid)}, mode"
+                f" {stat.S_IMODE(status.st_mode):04o}, and you are {_user_name(os.geteuid())}"
             )
     return text
 
 
-def _user(number: int) -> str:
+def _user_name(user_id: int) -> str:
     try:
-        return pwd.getpwuid(number).pw_name
+        return pwd.getpwuid(user_id).pw_name
     except KeyError:
-        return f"user {number}"
+        return f"user {user_id}"
 
 
 def exit_code(error: KVShelfError) -> int:
@@ -195,36 +258,37 @@ def exit_code(error: KVShelfError) -> int:
     return PROBLEM
 
 
-def message(text: str, *, error: bool = True) -> None:
-    """Print a message for the user on standard error; it may quote what a server answered.
-
-    With `error`, the next JSON object has it in ``errors``: what is in that by itself, or no error,
-    needs none.
-    """
-    if error:
-        _errors.append({"name": None, "problem": text})
-    shown = "\n".join(map(printable, text.splitlines()))
-    typer.secho(f"kvshelf: {shown}", fg="red", err=True)
-
-
-def tell_skipped(skipped: Mapping[str, StorageError]) -> None:
-    """Name the first folders of a shelf that could not be listed, and say how many more."""
-    for folder, error in list(skipped.items())[:_MOST_FOLDERS]:
-        message(f"{printable(folder)} cannot be listed, and is left out: {printable(told(error))}")
-    if (more := len(skipped) - _MOST_FOLDERS) > 0:
-        message(f"{number(more, 'more folder')} cannot be listed")
-
-
 def interruption(again: str) -> typer.Exit:
-    """Print what it does when it is started again; return the exit after an interrupt."""
-    message(f"interrupted; start it again {again}")
+    """Say why an interrupted command is started again; return its exit."""
+    warn(f"interrupted; start it again {again}")
     return typer.Exit(INTERRUPTED)
+
+
+# ------------------------------------------------------------------------- output
+
+
+def write_out(text: str) -> None:
+    """Write to standard output.
+
+    Raises
+    ------
+    OutputError
+        If it cannot be written; the text says why, and is empty where its reader has closed it.
+    """
+    try:
+        sys.stdout.write(text)
+        if not text:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        raise OutputError from None
+    except OSError as error:
+        raise OutputError(f"standard output cannot be written: {error.strerror}") from None
 
 
 def write_json(row: dict[str, Any]) -> None:
     """Write one JSON object on a line of its own.
 
-    Its ``errors`` are the messages since the last one, and what it says in ``problem`` or
+    Its ``errors`` are the warnings since the last object, and what it says in ``problem`` or
     ``problems``.
     """
     errors = [*_errors, *row.get("problems", ())]
@@ -234,6 +298,26 @@ def write_json(row: dict[str, Any]) -> None:
         errors.append({"name": name, "problem": row["problem"]})
     # ASCII: strings from a shelf may contain control characters or lone surrogates.
     write_out(json.dumps(row | {"errors": errors}) + "\n")
+
+
+def warn(text: str, *, is_error: bool = True) -> None:
+    """Print a message for the user on standard error; it may quote what a server answered.
+
+    With `is_error` the next JSON object has it in ``errors``.
+    """
+    if is_error:
+        _errors.append({"name": None, "problem": text})
+    lines = "\n".join(map(printable, text.splitlines()))
+    typer.secho(f"kvshelf: {lines}", fg="red", err=True)
+
+
+def warn_of_skipped(skipped: Mapping[str, StorageError]) -> None:
+    """Name the first folders of a shelf that could not be listed, and say how many more."""
+    for folder, error in list(skipped.items())[:_MAX_SKIPPED_LINES]:
+        reason = printable(error_text(error))
+        warn(f"{printable(folder)} cannot be listed, and is left out: {reason}")
+    if (more := len(skipped) - _MAX_SKIPPED_LINES) > 0:
+        warn(f"{count_text(more, 'more folder')} cannot be listed")
 
 
 def columns(*widths: int) -> Callable[..., str]:
@@ -253,11 +337,11 @@ def columns(*widths: int) -> Callable[..., str]:
 
 
 def summary(parts: Sequence[str], *counts: tuple[int, str]) -> str:
-    """Return one line: some parts, and of these counts those above zero."""
-    return "; ".join([*parts, *(f"{count} {what}" for count, what in counts if count)]) + "\n"
+    """Return one line: some parts, and those of the counts that are above zero."""
+    return "; ".join([*parts, *(f"{count} {text}" for count, text in counts if count)]) + "\n"
 
 
-def number(count: int, thing: str) -> str:
+def count_text(count: int, thing: str) -> str:
     """Return a number of things as text."""
     return f"{count} {thing}" if count == 1 else f"{count} {thing}s"
 

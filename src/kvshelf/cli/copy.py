@@ -1,20 +1,53 @@
-"""``kvshelf copy``: copies a shelf, or a part of it.
+"""``kvshelf copy``: copies objects from one shelf to another and verifies each of them.
 
-Owns the command's options and the summary; :mod:`kvshelf.tools.copying` does the work.
+Owns what happens to each object, the counts of a copy (:class:`CopyReport`), and the command. The
+shelf publishes objects, also in the place of bad ones.
+
+Contracts
+---------
+* Only verified objects are published: header, size and the hash of every tensor. An object
+  that fails is left out, counted and reported.
+* An object that the target has with the right size is not touched. One with the wrong size is
+  replaced.
+* An interrupted copy continues when it is started again: published objects are complete, and
+  are skipped.
+* The source is never changed. Objects that vanish from it during the copy are not a failure; a
+  namespace folder that vanishes is an error, because the source may have been unmounted.
+* Only objects and ``namespace.json`` are copied; temporaries and foreign files are not.
+  An existing folder of the namespace at the target is used, whatever its slug.
+* A storage error with one object is retried after growing pauses, then counted and reported.
+  The copy ends with an error if the target is read-only or full, or if every object fails.
+
+:func:`copy_shelf` lists and probes on the calling thread and copies on the threads of
+:class:`~kvshelf.cli.progress.Work`; large objects are copied one after another.
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict
+import contextlib
+import threading
+import time
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import chain, groupby, islice
+from operator import attrgetter
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 import typer
 
-from kvshelf.cli.codes import GIVEN
-from kvshelf.cli.common import DryRunOption, JsonOption, option, pace_text, summary
-from kvshelf.cli.progress import Display
-from kvshelf.cli.prompts import PromptsOption, token_prompts
+from kvshelf.capacity.parallel import threads_for
+from kvshelf.cli.common import (
+    COMMON_OPTIONS,
+    DryRunOption,
+    JsonOption,
+    option,
+    pace_text,
+    summary,
+)
+from kvshelf.cli.listing import format_of
+from kvshelf.cli.progress import Display, Work
+from kvshelf.cli.prompts import PromptsOption, prompt_chunks, stored_objects, token_prompts
 from kvshelf.cli.shelves import (
     PATIENT,
     NamespacesOption,
@@ -27,9 +60,233 @@ from kvshelf.cli.shelves import (
     options_of,
     read_text,
 )
-from kvshelf.errors import ConfigError, size_text
-from kvshelf.shelf.shelf import open_shelf
-from kvshelf.tools.copying import CopyReport, copy_shelf
+from kvshelf.errors import ConfigError, NotRegularError, ObjectNameError, StorageError, size_text
+from kvshelf.format.keys import Chunk
+from kvshelf.format.names import ParsedName, parse_path
+from kvshelf.format.objects import ObjectFormat
+from kvshelf.prompts import TokenPrompt
+from kvshelf.shelf.shelf import Shelf, open_shelf
+from kvshelf.shelf.view import ObjectRef, Presence, find_together
+
+#: Objects that are probed at the target in one call.
+_BATCH: Final = 256
+#: Larger objects are copied one at a time.
+_LARGE_BYTES: Final = 256 << 20
+#: Larger objects are not copied: a copy holds objects in memory, and a forged namespace may demand
+#: any size.
+_MAX_BYTES: Final = 4 << 30
+
+
+@dataclass(slots=True)
+class CopyReport:
+    """The result of a copy. Counts objects, except `bytes` and `seconds`.
+
+    Attributes
+    ----------
+    found : int
+        Selected at the source.
+    copied : int
+        Published by this copy, or by the copy that a dry run predicts.
+    repaired : int
+        Of these, the ones that replaced a bad object.
+    existed : int
+        Already at the target.
+    bad : int
+        Not copied: the source's object is invalid.
+    failed : int
+        Not copied: the storage failed, or the target has a folder of that name.
+    gone : int
+        Vanished from the source before they were read.
+    skipped_namespaces : int
+        Left out, because without a namespace record objects cannot be verified.
+    bytes : int
+        Total size of the objects in `copied`.
+    seconds : float
+    """
+
+    found: int = 0
+    copied: int = 0
+    repaired: int = 0
+    existed: int = 0
+    bad: int = 0
+    failed: int = 0
+    gone: int = 0
+    skipped_namespaces: int = 0
+    bytes: int = 0
+    seconds: float = 0.0
+
+    @property
+    def done(self) -> int:
+        """Objects that are finished."""
+        return self.copied + self.existed + self.bad + self.failed + self.gone
+
+    @property
+    def complete(self) -> bool:
+        """Whether the target now has all selected objects."""
+        return not (self.bad or self.failed or self.skipped_namespaces)
+
+
+@dataclass(frozen=True, slots=True)
+class _SourceObject:
+    """One selected object; `fmt` is of its kind."""
+
+    fmt: ObjectFormat
+    name: str
+    parsed: ParsedName
+    chunk: Chunk
+    size: int
+
+
+def copy_shelf(
+    source: Shelf,
+    target: Shelf,
+    folders: Collection[str] | None = None,
+    prompts: Sequence[TokenPrompt] | None = None,
+    *,
+    dry_run: bool = False,
+    report: CopyReport | None = None,
+    display: Display | None = None,
+) -> CopyReport:
+    """Copy the selected objects that the target does not have.
+
+    Parameters
+    ----------
+    source, target : Shelf
+        Open the source read-only if possible.
+    folders : Collection of str, optional
+        Only these namespace folders.
+    prompts : Sequence of TokenPrompt, optional
+        Only the whole chunks of these prompts. They are probed by their keys; nothing is listed.
+    dry_run : bool
+        Only count: do not change the target and do not read objects.
+    report : CopyReport, optional
+        Updated during the copy, so that it is available after an interruption.
+    display : Display, optional
+        Shows the report after each change, and each object that is not copied.
+
+    Returns
+    -------
+    CopyReport
+
+    Raises
+    ------
+    StorageError
+        If a shelf cannot be listed, a namespace vanishes from the source, or the target accepts
+        no objects.
+    """
+    begin = time.monotonic()
+    report = CopyReport() if report is None else report
+    work = Work(report, Display("copying") if display is None else display)
+    one_large_object = threading.Lock()
+    finished_folders: list[str] = []
+
+    def copy_object(item: _SourceObject) -> None:
+        size = item.fmt.object_size(item.parsed.shard, item.parsed.tail_tokens)
+        if size > _MAX_BYTES:
+            text = f"it cannot be copied: {size} bytes, more than {_MAX_BYTES}"
+            return work.problem("failed", item.name, text)
+        with one_large_object if size > _LARGE_BYTES else contextlib.nullcontext():
+            return _copy_object(source, target, item, memoryview(bytearray(size)), work)
+
+    def missing_objects() -> Iterator[_SourceObject]:
+        for info in source.namespaces():
+            if folders is not None and info.folder not in folders:
+                continue
+            try:
+                fmt = format_of(info)
+            except ConfigError as error:
+                work.problem("skipped_namespaces", info.folder, str(error))
+                continue
+            if prompts is None:
+                items = _listed_objects(source, info.folder, fmt, work)
+            else:
+                items = _prompt_objects(source, info.folder, fmt, prompts)
+            while batch := list(islice(items, _BATCH)):
+                work.count(found=len(batch))
+                for item, is_there in zip(batch, _probe(target, batch), strict=True):
+                    if is_there:
+                        work.count(existed=1)
+                    elif dry_run:
+                        work.count(copied=1, bytes=item.size)
+                    else:
+                        yield item
+            finished_folders.append(info.folder)
+            _check_there(source, [info.folder])
+
+    try:
+        threads = threads_for(source.backend, target.backend)
+        work.run_over(missing_objects(), copy_object, threads)
+        if report.gone:
+            _check_there(source, finished_folders)
+    finally:
+        report.seconds = time.monotonic() - begin
+    return report
+
+
+def _copy_object(
+    source: Shelf, target: Shelf, item: _SourceObject, buffer: memoryview, work: Work[CopyReport]
+) -> None:
+    """Copy one object by way of a buffer of its size, and count it."""
+    chunk = source.view(item.fmt).load_named(item.parsed, buffer)
+    try:
+        result = target.view(item.fmt).publish(ObjectRef(chunk, item.parsed.shard), buffer)
+    except NotRegularError as error:
+        text = f"it cannot be published: {error}; remove it, then start the copy again"
+        return work.problem("failed", item.name, text)
+    if result.value == "existed":
+        return work.count(existed=1)
+    return work.count(copied=1, bytes=len(buffer), repaired=int(result.value == "replaced"))
+
+
+def _probe(target: Shelf, items: Sequence[_SourceObject]) -> Iterator[bool]:
+    """Yield whether the target has each object, as far as its storage answers.
+
+    Where it gives no answer, the write will detect an existing object.
+    """
+    by_kind = [
+        (target.view(fmt), [ObjectRef(item.chunk, item.parsed.shard) for item in same_kind])
+        for fmt, same_kind in groupby(items, key=attrgetter("fmt"))
+    ]
+    for answer in chain(*find_together(by_kind)):
+        yield answer is Presence.PRESENT
+
+
+def _check_there(source: Shelf, folders: Sequence[str]) -> None:
+    """Raise if a folder vanished from the source: its listing would just end, without an error."""
+    existing = set(source.backend.folders())
+    for folder in folders:
+        if folder not in existing:
+            raise StorageError(
+                f"{source.url}: {folder} vanished while it was copied; check that the source is "
+                "still mounted, and start it again"
+            )
+
+
+def _listed_objects(
+    source: Shelf, folder: str, fmt: ObjectFormat, work: Work[CopyReport]
+) -> Iterator[_SourceObject]:
+    for row in source.objects(folder):
+        try:
+            kind_fmt = fmt.of_name(row.parsed)
+            chunk = kind_fmt.named_chunk(row.parsed)
+        except ObjectNameError as error:
+            work.count(found=1)
+            work.problem("bad", row.name, str(error))
+            continue
+        yield _SourceObject(kind_fmt, row.name, row.parsed, chunk, row.size)
+
+
+def _prompt_objects(
+    source: Shelf, folder: str, fmt: ObjectFormat, prompts: Sequence[TokenPrompt]
+) -> Iterator[_SourceObject]:
+    """Yield the objects of the prompts that the source has, of all kinds."""
+    for stored in stored_objects(source.backend, folder, fmt, prompt_chunks(fmt, prompts)):
+        parsed = parse_path(stored.name)
+        assert parsed is not None
+        yield _SourceObject(fmt.of(stored.kind), stored.name, parsed, stored.chunk, stored.size)
+
+
+# ----------------------------------------------------------------------------- the command
 
 
 def copy(
@@ -47,7 +304,7 @@ def copy(
     as_json: JsonOption = False,
 ) -> None:
     """Copy a shelf, or a part of it: verified, in parallel, and only missing objects."""
-    if GIVEN["storage_options"] is not None:
+    if COMMON_OPTIONS["storage_options"] is not None:
         raise ConfigError(
             "found --storage-options for two shelves; expected --source-options or --target-options"
         )
@@ -55,10 +312,10 @@ def copy(
     of_source = options_of(source, _options(source_options, "--source-options"), target)
     of_target = options_of(target, _options(target_options, "--target-options"), source)
     # Two servers may have a bucket of the same name.
-    same = of_source == of_target or is_local(source)
-    if same and (is_inside(source, target) or is_inside(target, source)):
+    is_same_server = of_source == of_target or is_local(source)
+    if is_same_server and (is_inside(source, target) or is_inside(target, source)):
         raise ConfigError(f"SRC is {source} and DST is {target}; expected two places")
-    wanted = None if prompts is None else token_prompts(prompts, None)
+    selected = None if prompts is None else token_prompts(prompts, None)
     report = CopyReport()
     display = Display("looking" if dry_run else "copying", as_json=as_json)
     with (
@@ -72,23 +329,12 @@ def copy(
         ) as to,
     ):
         folders = find_folders(from_, namespaces)
-        display.run(
-            lambda: copy_shelf(
-                from_,
-                to,
-                folders,
-                wanted,
-                dry_run=dry_run,
-                report=report,
-                on_progress=lambda now: display.show(now.done, now.found, now.bytes),
-                on_problem=display.problem,
-            ),
-            row=lambda: (
-                asdict(report) | {"dry_run": dry_run, "source": from_.url, "target": to.url}
-            ),
-            summary=lambda: _summary(report, dry_run),
-            complete=lambda: report.complete,
-        )
+        with display.working():
+            copy_shelf(
+                from_, to, folders, selected, dry_run=dry_run, report=report, display=display
+            )
+        row = asdict(report) | {"dry_run": dry_run, "source": from_.url, "target": to.url}
+        display.finish(row, _summary(report, dry_run), complete=report.complete)
 
 
 def _options(file: Path | None, option: str) -> dict[str, Any] | None:
@@ -96,11 +342,11 @@ def _options(file: Path | None, option: str) -> dict[str, Any] | None:
 
 
 def _summary(report: CopyReport, dry_run: bool) -> str:
-    done = "" if dry_run else f" in {pace_text(report.bytes, report.seconds)}"
+    pace = "" if dry_run else f" in {pace_text(report.bytes, report.seconds)}"
     return summary(
         [
             f"{'would copy' if dry_run else 'copied'} {report.copied} objects,"
-            f" {size_text(report.bytes)}{done}",
+            f" {size_text(report.bytes)}{pace}",
             f"{report.existed} there already",
         ],
         (report.repaired, "of the copied in the place of bad ones"),

@@ -35,8 +35,19 @@ from kvshelf.backends import Backend, Properties, WriteResult, open_backend
 from kvshelf.backends.base import delete_one, temporary_name
 from kvshelf.backends.s3_settings import settings_of
 from kvshelf.capacity.budget import least_free
-from kvshelf.cli.codes import GIVEN, OK, PROBLEM, UNREACHABLE, ending_at_once
-from kvshelf.cli.common import DryRunOption, JsonOption, number, option, told, write_json
+from kvshelf.cli.common import (
+    COMMON_OPTIONS,
+    OK,
+    PROBLEM,
+    UNREACHABLE,
+    DryRunOption,
+    JsonOption,
+    count_text,
+    ending_immediately,
+    error_text,
+    option,
+    write_json,
+)
 from kvshelf.cli.shelves import ShelfArgument, find_shelf, is_local, json_object
 from kvshelf.cli.values import seconds
 from kvshelf.config import Config
@@ -129,7 +140,7 @@ def doctor(
             }
         )
     elif problems:
-        typer.secho(f"{number(len(problems), 'problem')} found", fg="red")
+        typer.secho(f"{count_text(len(problems), 'problem')} found", fg="red")
     else:
         typer.secho("all is well", fg="green")
     if any(check.unreachable for check in checks):
@@ -143,7 +154,7 @@ def doctor(
 def _installation() -> Iterator[Check]:
     yield Check("kvshelf", State.OK, __version__)
     yield Check("python", State.OK, f"{platform.python_version()} ({sys.executable})")
-    with ending_at_once():
+    with ending_immediately():
         checks = [_engine(), _ops(), *_gpu()]
     yield from checks
 
@@ -240,7 +251,7 @@ def _shelf(
     shelf: str | None, extra: dict[str, Any], timeout: float, dry_run: bool
 ) -> Iterator[Check]:
     try:
-        config = Config.load(extra, file=GIVEN["config"])
+        config = Config.load(extra, file=COMMON_OPTIONS["config"])
     except ConfigError as error:
         yield Check("configuration", State.PROBLEM, str(error), "correct it")
         return
@@ -389,9 +400,9 @@ class _Examination:
                 what = "not permitted, but engines do not need it"
             elif error.errno == errno.EROFS:
                 hint = "mount it for writing where engines are to store"
-            state, found = State.NOTE, f"{what}: {told(error)}"
+            state, found = State.NOTE, f"{what}: {error_text(error)}"
         except (KVShelfError, OSError) as error:
-            state, found = State.PROBLEM, told(error)
+            state, found = State.PROBLEM, error_text(error)
             reaching = reaching and not isinstance(error, ConfigError)
         else:
             state, hint = State.OK, None
@@ -416,7 +427,7 @@ class _Examination:
 
     def _list(self) -> str:
         found = sum(map(bool, map(parse_namespace_folder, self._backend.folders())))
-        text, space = number(found, "namespace"), self._backend.space()
+        text, space = count_text(found, "namespace"), self._backend.space()
         if space is not None and space.free < least_free(space):
             text += (
                 f"; {size_text(space.free)} of {size_text(space.total)} are free: without max_bytes"
@@ -427,7 +438,7 @@ class _Examination:
                 "; what the mount says of free space is a cache's or never changes: not looked at"
             )
         if space is not None and space.files is not None and space.files < _FEW_FILES:
-            text += f"; {number(space.files, 'more file')} can be made: its inodes run out"
+            text += f"; {count_text(space.files, 'more file')} can be made: its inodes run out"
         return text
 
     def _write(self) -> str:

@@ -1,7 +1,7 @@
-"""``kvshelf pin``: what stays when a shelf is bounded.
+"""``kvshelf pin``: keeps chunks from being deleted when a shelf is bounded.
 
-Owns the options and the texts; :mod:`kvshelf.shelf.pins` owns pins, ``kvshelf ls`` lists them,
-and :mod:`kvshelf.tools.prompt_objects` finds the chunks of prompts.
+Owns the options and the texts. :mod:`kvshelf.shelf.pins` owns pins, ``kvshelf ls`` lists them, and
+:mod:`kvshelf.cli.prompts` finds the chunks of prompts.
 """
 
 from __future__ import annotations
@@ -12,22 +12,29 @@ from typing import Annotated, Any
 
 import typer
 
-from kvshelf.cli.codes import PROBLEM, write_out
 from kvshelf.cli.common import (
+    PROBLEM,
     DryRunOption,
     JsonOption,
-    message,
-    number,
+    count_text,
     option,
     time_text,
+    warn,
     write_json,
+    write_out,
 )
-from kvshelf.cli.prompts import GroupOption, ModelOption, check_group, token_prompts
+from kvshelf.cli.prompts import (
+    GroupOption,
+    ModelOption,
+    PromptKeys,
+    check_group,
+    prompt_keys,
+    token_prompts,
+)
 from kvshelf.cli.shelves import NamespacesOption, OneShelf, find_folders, open_found
 from kvshelf.cli.values import age
 from kvshelf.errors import ConfigError, size_text
 from kvshelf.shelf.pins import Pin, Pins, check_pin_name
-from kvshelf.tools.prompt_objects import PromptKeys, prompt_keys
 
 
 def pin(
@@ -56,12 +63,12 @@ def pin(
 ) -> None:
     """Keep chunks from being deleted when a shelf is bounded; `kvshelf ls` lists the pins."""
     check_pin_name(name)
-    chosen = check_group(group)
+    salt_group = check_group(group)
     seconds = age(until, "--until")
-    selects = prompts is not None or bool(namespaces) or chosen is not None
+    selects = prompts is not None or bool(namespaces) or salt_group is not None
     if remove == selects:
         raise ConfigError("expected PROMPTS, --namespace or --group to pin, or --remove")
-    wanted = None if prompts is None else token_prompts(prompts, model)
+    selected = None if prompts is None else token_prompts(prompts, model)
     with open_found(shelf, change=not dry_run) as opened:
         row = {"pin": name, "problem": None, "dry_run": dry_run, "shelf": opened.url}
         would = "would " if dry_run else ""
@@ -73,59 +80,62 @@ def pin(
             row["removed"] = removed
         else:
             folders = find_folders(opened, namespaces) or []
-            if wanted is None and len(folders) > 1:
+            if selected is None and len(folders) > 1:
                 raise ConfigError("a pin without prompts has one namespace; make one pin for each")
-            keys = None if wanted is None else prompt_keys(opened, wanted, folders)
-            made = _made(folders, chosen, keys, seconds)
-            text = f"{would}pin {name}: {_text(made, keys)}"
-            row |= _row(made, keys)
-            if not Pins.add(opened.backend, name, made, replace=replace, dry_run=dry_run):
+            keys = None if selected is None else prompt_keys(opened, selected, folders)
+            new_pin = _pin(folders, salt_group, keys, seconds)
+            text = f"{would}pin {name}: {_text(new_pin, keys)}"
+            row |= _row(new_pin, keys)
+            if not Pins.add(opened.backend, name, new_pin, replace=replace, dry_run=dry_run):
                 row["problem"] = f"there is a pin {name} already; --replace replaces it"
         if as_json:
             write_json(row)
         if row["problem"] is not None:
-            message(str(row["problem"]), error=False)
+            warn(str(row["problem"]), is_error=False)
             raise typer.Exit(PROBLEM)
         if not as_json:
             write_out(text + "\n")
 
 
-def _made(
-    folders: list[str], group: str | None, found: list[PromptKeys] | None, seconds: float | None
+def _pin(
+    folders: list[str],
+    group: str | None,
+    prompt_keys: list[PromptKeys] | None,
+    seconds: float | None,
 ) -> Pin:
-    """Return the pin; one of prompts in several namespaces has no namespace, only their keys."""
+    """Return the pin; a pin of prompts in several namespaces has only their keys, no namespace."""
     until = None if seconds is None else time.time() + seconds
-    if found is None:
+    if prompt_keys is None:
         return Pin(namespace=folders[0] if folders else None, group=group, until=until)
-    keys = tuple(dict.fromkeys(key for each in found for key in each.keys))
-    folder = found[0].folder if len(found) == 1 else None
+    keys = tuple(dict.fromkeys(key for each in prompt_keys for key in each.keys))
+    folder = prompt_keys[0].folder if len(prompt_keys) == 1 else None
     return Pin(namespace=folder, group=group, keys=keys, until=until)
 
 
-def _row(made: Pin, found: list[PromptKeys] | None) -> dict[str, Any]:
+def _row(new_pin: Pin, prompt_keys: list[PromptKeys] | None) -> dict[str, Any]:
     row: dict[str, Any] = {
-        "namespace": made.namespace,
-        "group": made.group,
-        "chunks": None if made.keys is None else len(made.keys),
-        "until": made.until,
+        "namespace": new_pin.namespace,
+        "group": new_pin.group,
+        "chunks": None if new_pin.keys is None else len(new_pin.keys),
+        "until": new_pin.until,
     }
-    if found is not None:
-        row["namespaces"] = [each.folder for each in found]
-        row["stored"] = sum(each.stored for each in found)
-        row["bytes"] = sum(each.bytes for each in found)
+    if prompt_keys is not None:
+        row["namespaces"] = [each.folder for each in prompt_keys]
+        row["stored"] = sum(each.stored for each in prompt_keys)
+        row["bytes"] = sum(each.bytes for each in prompt_keys)
     return row
 
 
-def _text(made: Pin, found: list[PromptKeys] | None) -> str:
+def _text(new_pin: Pin, prompt_keys: list[PromptKeys] | None) -> str:
     parts = [
-        f"{number(len(each.keys), 'chunk')} of {each.folder}, {each.stored} of them stored"
+        f"{count_text(len(each.keys), 'chunk')} of {each.folder}, {each.stored} of them stored"
         f" ({size_text(each.bytes)})"
-        for each in found or ()
+        for each in prompt_keys or ()
     ]
-    if found is None and made.namespace is not None:
-        parts.append(f"all of {made.namespace}")
-    if made.group is not None:
-        parts.append(f"salt group {made.group}")
-    if made.until is not None:
-        parts.append(f"until {time_text(made.until)}")
+    if prompt_keys is None and new_pin.namespace is not None:
+        parts.append(f"all of {new_pin.namespace}")
+    if new_pin.group is not None:
+        parts.append(f"salt group {new_pin.group}")
+    if new_pin.until is not None:
+        parts.append(f"until {time_text(new_pin.until)}")
     return ", ".join(parts)

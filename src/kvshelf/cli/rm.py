@@ -1,4 +1,7 @@
-"""``kvshelf rm``: deletes chosen objects of a shelf, see :mod:`kvshelf.cli.deletion`."""
+"""``kvshelf rm`` and ``kvshelf gc``: the options of the two commands that delete.
+
+:mod:`kvshelf.cli.deletion` makes the plan, shows it and carries it out.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +11,11 @@ import typer
 
 from kvshelf.capacity.sweep import Choice, Rules
 from kvshelf.cli.common import JsonOption, YesOption, option
-from kvshelf.cli.deletion import delete
+from kvshelf.cli.deletion import Plan, delete
 from kvshelf.cli.prompts import GroupOption, ModelOption, PromptsOption, check_group, token_prompts
 from kvshelf.cli.shelves import NamespacesOption, ShelfArgument, find_folders, open_found
-from kvshelf.cli.values import age
+from kvshelf.cli.values import MaxAgeOption, MaxBytesOption, age, max_age, size
 from kvshelf.errors import ConfigError
-from kvshelf.tools.plans import Plan
 
 
 def rm(
@@ -33,22 +35,43 @@ def rm(
     as_json: JsonOption = False,
 ) -> None:
     """Delete objects of namespaces, a salt group, prompts or an age; first only say which."""
-    chosen = check_group(group)
+    salt_group = check_group(group)
     unused = age(unused_for, "--unused-for")
     if unused == 0:
         raise ConfigError(
             f"--unused-for: found {unused_for}, which chooses everything; expected an age above"
             " zero, or no --unused-for to choose without regard to age"
         )
-    wanted = None if prompts is None else token_prompts(prompts, model)
-    if not namespaces and chosen is None and wanted is None and unused is None:
+    selected = None if prompts is None else token_prompts(prompts, model)
+    if not namespaces and salt_group is None and selected is None and unused is None:
         raise ConfigError(
             "found nothing to select by; give --namespace, --group, --prompts or --unused-for"
         )
     with open_found(shelf, change=yes) as opened:
         folders = find_folders(opened, namespaces)
-        # What engines use meanwhile is deleted as well, unless an age was given.
-        whole = chosen is None and wanted is None and unused is None
-        choice = Choice(chosen, unused, pinned, leftovers=whole)
-        plan = Plan(Rules(leftovers=None, choice=choice), folders=folders, prompts=wanted)
+        # Objects that engines use in the meantime are deleted too, unless an age was given.
+        is_whole = salt_group is None and selected is None and unused is None
+        choice = Choice(salt_group, unused, pinned, leftovers=is_whole)
+        plan = Plan(Rules(leftovers=None, choice=choice), folders=folders, prompts=selected)
+        delete(opened, plan, yes=yes, as_json=as_json)
+
+
+def gc(
+    shelf: ShelfArgument = None,
+    max_bytes: MaxBytesOption = None,
+    age: MaxAgeOption = None,
+    group_max_bytes: Annotated[
+        str | None,
+        option("--group-max-bytes", "SIZE", "Most bytes of each salt group of a namespace."),
+    ] = None,
+    yes: YesOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Delete leftovers, and chunks above the bounds that are given; first only say which."""
+    plan = Plan(
+        Rules(max_age=max_age(age)),
+        size(max_bytes, "--max-bytes"),
+        size(group_max_bytes, "--group-max-bytes"),
+    )
+    with open_found(shelf, change=yes) as opened:
         delete(opened, plan, yes=yes, as_json=as_json)

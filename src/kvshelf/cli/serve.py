@@ -10,8 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvshelf.cli.codes import GIVEN
-from kvshelf.cli.common import option
+from kvshelf.cli.common import COMMON_OPTIONS, option
 from kvshelf.cli.shelves import NO_SHELF, ShelfArgument, find_shelf
 from kvshelf.cli.values import MaxAgeOption, MaxBytesOption, max_age, size
 from kvshelf.config import LEAST_MEMORY, Config
@@ -58,7 +57,7 @@ def serve(
     bounds = {"max_bytes": max_bytes, "max_age": age}
     if capacity := {name: value for name, value in bounds.items() if value is not None}:
         given["capacity"] = capacity
-    config = Config.load(given, file=GIVEN["config"])
+    config = Config.load(given, file=COMMON_OPTIONS["config"])
     if shelf is not None:
         config = config.model_copy(update={"storage_options": options})
     if config.shared_storage_path is None:

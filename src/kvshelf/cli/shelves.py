@@ -24,8 +24,7 @@ from typing import Annotated, Any, Final, TypeAlias
 import typer
 
 from kvshelf.backends import Backend, open_backend
-from kvshelf.cli.codes import GIVEN
-from kvshelf.cli.common import option
+from kvshelf.cli.common import COMMON_OPTIONS, option
 from kvshelf.errors import ConfigError, StorageError
 from kvshelf.format.names import parse_namespace_folder
 from kvshelf.shelf.shelf import Shelf, is_missing
@@ -87,13 +86,15 @@ def configured() -> tuple[str | None, dict[str, Any]]:
     ConfigError
         If the configuration cannot be used, as in an engine.
     """
-    if not GIVEN["config"] and not any(name.upper().startswith("KVSHELF_") for name in os.environ):
+    if not COMMON_OPTIONS["config"] and not any(
+        name.upper().startswith("KVSHELF_") for name in os.environ
+    ):
         # To import what reads options takes longer than `ls`.
         return None, {}
     from kvshelf.config import Config
 
     # Engines may have a node server, of which the shelf is an option.
-    config = Config.load({"server": None}, file=GIVEN["config"])
+    config = Config.load({"server": None}, file=COMMON_OPTIONS["config"])
     return config.shared_storage_path, config.storage_options
 
 
@@ -154,7 +155,7 @@ def find_shelf(shelf: str | None) -> tuple[str, dict[str, Any]]:
     ConfigError
         If the configuration cannot be used, or there is no shelf.
     """
-    text = GIVEN["storage_options"]
+    text = COMMON_OPTIONS["storage_options"]
     given = None if text is None else json_object(text, "--storage-options")
     url = configured()[0] if shelf is None else shelf
     if url is None:

@@ -20,7 +20,7 @@ from kvshelf.config import DEFAULT_MEMORY, Config
 from kvshelf.errors import ConfigError, UnsupportedError
 from kvshelf.format.namespace import Namespace
 from kvshelf.format.objects import ObjectFormat
-from kvshelf.prompts import Prompt, TokenPrompt, raise_bad_lines
+from kvshelf.prompts import SourcePrompt, TokenPrompt, raise_bad_lines
 from kvshelf.vllm import check_vllm_version
 from kvshelf.vllm.options import CONNECTOR_NAME
 
@@ -83,7 +83,7 @@ class PromptRenderer:
             raise ConfigError(f"prompts cannot be read as those of {model}: {error}") from error
         return cls(inference)
 
-    def render(self, prompts: Sequence[Prompt]) -> list[TokenPrompt]:
+    def render(self, prompts: Sequence[SourcePrompt]) -> list[TokenPrompt]:
         """Convert prompts to token ids.
 
         Raises
@@ -101,7 +101,7 @@ class PromptRenderer:
         raise_bad_lines(problems)
         return rendered
 
-    def _render(self, prompt: Prompt) -> TokenPrompt:
+    def _render(self, prompt: SourcePrompt) -> TokenPrompt:
         tokens: Sequence[int]
         if prompt.tokens is not None:
             tokens = prompt.tokens
@@ -238,7 +238,7 @@ class OfflineEngine:
         chunk = sum(each.object_size(shard) for each in kinds for shard in range(each.shards))
         return max(1, DEFAULT_MEMORY * ranks // 2 // chunk)
 
-    def render(self, prompts: Sequence[Prompt]) -> list[TokenPrompt]:
+    def render(self, prompts: Sequence[SourcePrompt]) -> list[TokenPrompt]:
         """Convert prompts to token ids, as vLLM's server does.
 
         Raises

@@ -19,14 +19,15 @@ import pytest
 from kvshelf.backends import Backend, open_backend
 from kvshelf.backends.base import ObjectInfo, StatResults
 from kvshelf.backends.wrappers import WrappedBackend
+from kvshelf.cli import copy as copying
+from kvshelf.cli.copy import CopyReport, copy_shelf
+from kvshelf.cli.progress import Display
 from kvshelf.errors import StorageError
 from kvshelf.format.keys import KeyChain, salt_group_of
 from kvshelf.format.objects import ObjectFormat
-from kvshelf.prompts import Prompt
+from kvshelf.prompts import TokenPrompt
 from kvshelf.shelf.shelf import Shelf, open_shelf
 from kvshelf.shelf.view import ObjectRef
-from kvshelf.tools import copying
-from kvshelf.tools.copying import CopyReport, copy_shelf
 from tests.sim.storage import Fault, FaultyStorage
 from tests.support import commands
 from tests.support.filled import CHUNK, contents, fill, namespace, prompt, store, times
@@ -119,11 +120,11 @@ def test_large_objects_are_copied_one_at_a_time_and_huge_ones_not(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int, large: int
 ) -> None:
     """A copy holds objects in memory, and a forged namespace may demand any size."""
-    monkeypatch.setattr(copying, "_MOST_BYTES", most)
+    monkeypatch.setattr(copying, "_MAX_BYTES", most)
     monkeypatch.setattr(copying, "_LARGE_BYTES", large)
     at_once: list[int] = []
     held = 0
-    real = copying._copy
+    real = copying._copy_object
 
     def counted(*arguments: Any) -> None:
         nonlocal held
@@ -132,7 +133,7 @@ def test_large_objects_are_copied_one_at_a_time_and_huge_ones_not(
         real(*arguments)
         held -= 1
 
-    monkeypatch.setattr(copying, "_copy", counted)
+    monkeypatch.setattr(copying, "_copy_object", counted)
     found = report(source, tmp_path / "target", code=1 if most == 1000 else 0)
     if most == 1000:
         assert (found["failed"], found["copied"]) == (14, 0)
@@ -298,16 +299,17 @@ def test_folder_in_the_place_of_an_object_is_no_fault_of_the_source(
     name = objects(source)[2].relative_to(source)
     place = tmp_path / "target" / name
     (place / "inside").mkdir(parents=True)
-    problems: list[tuple[str, str]] = []
-    found = copied(
-        source,
-        Stuck(open_backend(tmp_path / "target")),
-        on_problem=lambda *of: problems.append(of),
-    )
+    display = Display("copying")
+    found = copied(source, Stuck(open_backend(tmp_path / "target")), display=display)
     assert (found.bad, found.failed, found.copied) == (0, 1, 13)
     assert not found.complete
-    [(said, text)] = problems
-    assert said == str(name) and "found a folder where an object" in text and str(place) in text
+    [problem] = display.problems
+    text = problem["problem"]
+    assert (
+        problem["name"] == str(name)
+        and "found a folder where an object" in text
+        and str(place) in text
+    )
 
 
 def test_source_that_vanishes_while_it_is_read_is_a_failure(source: Path, tmp_path: Path) -> None:
@@ -343,7 +345,7 @@ def test_source_that_vanishes_while_it_is_listed_is_a_failure(
             self._vanish()
             return super().stat(names)
 
-    prompts = [Prompt(1, tokens=prompt(0, 3))] if of_prompts else None
+    prompts = [TokenPrompt(1, prompt(0, 3))] if of_prompts else None
     with (
         Shelf(Vanishing(open_backend(source, read_only=True))) as here,
         open_shelf(tmp_path / "target") as there,

@@ -13,8 +13,8 @@ import pytest
 
 from kvshelf.backends import open_backend
 from kvshelf.backends.posix import PosixBackend
+from kvshelf.cli.verify import verify_shelf
 from kvshelf.shelf.shelf import Shelf
-from kvshelf.tools.verify import verify_shelf
 from tests.support import commands
 from tests.support.filled import contents, fill, hybrid, namespace, prompt, times
 
@@ -140,7 +140,7 @@ def test_leftovers_are_removed_when_they_are_old(
     found = report(shelf, "--repair", "--yes")
     assert (found["leftovers"], found["removed"], found["sound"]) == (0, 0, True)
     later = time.time() + 8 * 86400
-    monkeypatch.setattr("kvshelf.tools.verify.storage_time", lambda _: later)
+    monkeypatch.setattr("kvshelf.cli.verify.storage_time", lambda _: later)
     assert report(shelf)["leftovers"] == 0, "the clocks differ"
     monkeypatch.setattr("time.time", lambda: later)
     os.utime(young, (later, later))

@@ -14,13 +14,13 @@ import pytest
 from typer.testing import Result
 
 from kvshelf.capacity.sweep import KEEPERS
+from kvshelf.cli import explain as explain_module
+from kvshelf.cli.explain import Explainer, Explanation
 from kvshelf.format.keys import Chunk, KeyChain, salt_group_of
 from kvshelf.format.kinds import FULL, STATE, WINDOW, Kind
 from kvshelf.format.namespace import Namespace
-from kvshelf.prompts import Prompt
+from kvshelf.prompts import TokenPrompt
 from kvshelf.shelf.shelf import open_shelf
-from kvshelf.tools import explain as explain_module
-from kvshelf.tools.explain import Explainer, Explanation
 from tests.support.commands import done
 from tests.support.filled import CHUNK, fill, hybrid, namespace, prompt, store
 
@@ -42,7 +42,7 @@ class Rig:
     ) -> Explanation:
         with open_shelf(self.root, read_only=True) as shelf:
             explainer = Explainer(shelf, **options)
-            return explainer.explain(Prompt(1, tokens=tokens, salt=salt))
+            return explainer.explain(TokenPrompt(1, tokens, salt))
 
     def path(self, index: int, shard: int = 0, kind: Kind = FULL) -> Path:
         middle = "" if kind == FULL else f"-{kind}"

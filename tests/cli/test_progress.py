@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
 
 import pytest
 
+from kvshelf.cli.copy import CopyReport
+from kvshelf.cli.progress import Display, Work
 from kvshelf.errors import NoSpaceStorageError, TransientStorageError
-from kvshelf.tools.work import Work
 
 
-def work(pauses: tuple[float, ...]) -> Work[SimpleNamespace]:
-    return Work(SimpleNamespace(), lambda _: None, lambda *_: None, pauses)
+def work(pauses: tuple[float, ...]) -> Work[CopyReport]:
+    return Work(CopyReport(), Display("copying"), pauses)
 
 
 def failing(times: dict[str, int], error: Exception) -> Callable[[str], Callable[[], None]]:

@@ -9,15 +9,16 @@ from pathlib import Path
 
 import pytest
 
+from kvshelf.cli import seed as seeding
+from kvshelf.cli.progress import Display
+from kvshelf.cli.seed import SeedReport, seed_shelf
 from kvshelf.config import Config
 from kvshelf.errors import ConfigError
 from kvshelf.format.keys import salt_group_of
 from kvshelf.format.namespace import Namespace
 from kvshelf.format.objects import ObjectFormat
-from kvshelf.prompts import Prompt, TokenPrompt, parse_prompts, read_prompts
+from kvshelf.prompts import SourcePrompt, TokenPrompt, parse_prompts, read_prompts
 from kvshelf.shelf.shelf import open_shelf
-from kvshelf.tools import seeding
-from kvshelf.tools.seeding import SeedReport, seed_shelf
 from tests.support import commands
 from tests.support.filled import CHUNK, fill, namespace, prompt, store
 
@@ -50,7 +51,7 @@ def seed(
     batch_chunks: int = 100,
     group_by_salt: bool = True,
 ) -> tuple[SeedReport, list[int]]:
-    problems: list[int] = []
+    display = Display("seeding")
     with open_shelf(root) as shelf:
         report = seed_shelf(
             shelf,
@@ -59,10 +60,10 @@ def seed(
             engine,
             batch_chunks=batch_chunks,
             group_by_salt=group_by_salt,
-            on_problem=lambda line, text: problems.append(line),
+            display=display,
         )
     assert report.done == report.prompts
-    return report, problems
+    return report, [problem["line"] for problem in display.problems]
 
 
 def test_what_is_on_the_shelf_is_not_computed(
@@ -156,16 +157,16 @@ def test_every_form_of_a_line(tmp_path: Path) -> None:
         ("{", "not JSON"),
         ("[" * 10**5, "not JSON"),
         ("7", "expected a string"),
-        ('""', "expected a text"),
-        ("[]", "list of token ids"),
-        ("[1, true]", "token 1 is True"),
-        ("[1, 4294967296]", "token 1 is 4294967296"),
-        ('[{"role": "user", "content": 3}]', "neither text nor a list"),
-        ('[{"role": "user"}, {"content": "x"}]', "message 1"),
+        ('""', "prompt is ''"),
+        ("[]", "tokens is []"),
+        ("[1, true]", "tokens 1 is True"),
+        ("[1, 4294967296]", "tokens 1 is 4294967296"),
+        ('[{"role": "user", "content": 3}]', "messages 0 content"),
+        ('[{"role": "user"}, {"content": "x"}]', "messages 1 role"),
         ("{}", "expected one of prompt"),
         ('{"prompt": "a", "messages": []}', "found prompt and messages"),
         ('{"prompt": "a", "lora": "b"}', "unknown field 'lora'"),
-        ('{"prompt": [1]}', "expected a text"),
+        ('{"prompt": [1]}', "prompt is [1]"),
         ('{"tokens": [1], "tools": []}', "unknown field 'tools'"),
         ('{"tokens": [1], "cache_salt": 7}', "cache_salt is 7"),
     ],
@@ -208,8 +209,8 @@ def test_command_reports_what_it_did_however_it_ends(
 
         def __exit__(self, *_: object) -> None: ...
 
-        def render(self, wanted: Sequence[Prompt]) -> list[TokenPrompt]:
-            return [TokenPrompt(one.line, list(one.tokens or ())) for one in wanted]
+        def render(self, sources: Sequence[SourcePrompt]) -> list[TokenPrompt]:
+            return [TokenPrompt(source.line, list(source.tokens or ())) for source in sources]
 
         def namespace(self) -> Namespace:
             return namespace()
