@@ -11,81 +11,39 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kvshelf.cache import ChunkCache, PromptIdentity, StoreReport
-    from kvshelf.config import Config
-    from kvshelf.errors import KVShelfError
-    from kvshelf.format.keys import Chunk, KeyChain, MultimodalItem, salt_group_of
-    from kvshelf.format.model import ModelFacts
-    from kvshelf.kv.layout import PagedLayout, PermutedLayout
-    from kvshelf.kv.sources import (
-        BlobKV,
-        PagedKV,
-        TupleKV,
-        blob_of_tuples,
-        empty_blob,
-        empty_tuples,
-        tuples_of_blob,
-    )
-    from kvshelf.kv.state_tensors import empty_state
-    from kvshelf.memory.chunk_memory import ChunkMemory
-    from kvshelf.server.client import open_cache
-    from kvshelf.shelf.shelf import Shelf, open_shelf
-    from kvshelf.tiers.disk_tier import DiskTier
-    from kvshelf.weights.fingerprints import (
-        adapter_files,
-        lora_digest,
-        sampled_fingerprint,
-        weight_files,
-        weights_fingerprint,
-    )
+    from kvshelf.cache import ChunkCache as ChunkCache
+    from kvshelf.cache import PromptIdentity as PromptIdentity
+    from kvshelf.cache import StoreReport as StoreReport
+    from kvshelf.config import Config as Config
+    from kvshelf.errors import KVShelfError as KVShelfError
+    from kvshelf.format.keys import Chunk as Chunk
+    from kvshelf.format.keys import KeyChain as KeyChain
+    from kvshelf.format.keys import MultimodalItem as MultimodalItem
+    from kvshelf.format.keys import salt_group_of as salt_group_of
+    from kvshelf.format.model import ModelFacts as ModelFacts
+    from kvshelf.kv.layout import PagedLayout as PagedLayout
+    from kvshelf.kv.layout import PermutedLayout as PermutedLayout
+    from kvshelf.kv.sources import BlobKV as BlobKV
+    from kvshelf.kv.sources import PagedKV as PagedKV
+    from kvshelf.kv.sources import TupleKV as TupleKV
+    from kvshelf.kv.sources import blob_of_tuples as blob_of_tuples
+    from kvshelf.kv.sources import empty_blob as empty_blob
+    from kvshelf.kv.sources import empty_tuples as empty_tuples
+    from kvshelf.kv.sources import tuples_of_blob as tuples_of_blob
+    from kvshelf.kv.state_tensors import empty_state as empty_state
+    from kvshelf.memory.chunk_memory import ChunkMemory as ChunkMemory
+    from kvshelf.server.client import open_cache as open_cache
+    from kvshelf.shelf.shelf import Shelf as Shelf
+    from kvshelf.shelf.shelf import open_shelf as open_shelf
+    from kvshelf.tiers.disk_tier import DiskTier as DiskTier
+    from kvshelf.weights.fingerprints import adapter_files as adapter_files
+    from kvshelf.weights.fingerprints import lora_digest as lora_digest
+    from kvshelf.weights.fingerprints import sampled_fingerprint as sampled_fingerprint
+    from kvshelf.weights.fingerprints import weight_files as weight_files
+    from kvshelf.weights.fingerprints import weights_fingerprint as weights_fingerprint
 
 #: Wheels and the command line take it from here. Objects do not hold it.
 __version__ = "0.2.0.dev0"
-
-__all__ = [
-    "BlobKV",
-    "Chunk",
-    "ChunkCache",
-    "ChunkMemory",
-    "Config",
-    "DiskTier",
-    "KVShelfError",
-    "KeyChain",
-    "ModelFacts",
-    "MultimodalItem",
-    "PagedKV",
-    "PagedLayout",
-    "PermutedLayout",
-    "PromptIdentity",
-    "Shelf",
-    "StoreReport",
-    "TupleKV",
-    "__version__",
-    "adapter_files",
-    "blob_of_tuples",
-    "empty_blob",
-    "empty_state",
-    "empty_tuples",
-    "lora_digest",
-    "open_cache",
-    "open_shelf",
-    "salt_group_of",
-    "sampled_fingerprint",
-    "tuples_of_blob",
-    "weight_files",
-    "weights_fingerprint",
-]
-
-#: The modules whose ``__all__`` is the public API; nothing else is promised.
-PUBLIC_MODULES = (
-    "kvshelf",
-    "kvshelf.adapters",
-    "kvshelf.backends",
-    "kvshelf.errors",
-    "kvshelf.kv.ops",
-    "kvshelf.testing.backends",
-    "kvshelf.vllm.multiprocess",
-)
 
 #: The public names of each module, by which a name is found on first use.
 _NAMES = {
@@ -107,6 +65,19 @@ _NAMES = {
         "adapter_files lora_digest sampled_fingerprint weight_files weights_fingerprint"
     ),
 }
+
+__all__ = ["__version__", *(name for names in _NAMES.values() for name in names.split())]  # noqa: PLE0604
+
+#: The modules whose ``__all__`` is the public API; nothing else is promised.
+PUBLIC_MODULES = (
+    "kvshelf",
+    "kvshelf.adapters",
+    "kvshelf.backends",
+    "kvshelf.errors",
+    "kvshelf.kv.ops",
+    "kvshelf.testing.backends",
+    "kvshelf.vllm.multiprocess",
+)
 
 
 def __getattr__(name: str) -> object:
