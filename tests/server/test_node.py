@@ -438,7 +438,7 @@ def test_tails_and_markers_are_reported_for_deletion_when_clients_write_them(
     make: MakeDesk, root: Path
 ) -> None:
     handed_over: list[None] = []
-    desk = make(hands_over=lambda: handed_over.append(None))
+    desk = make(on_handover=lambda: handed_over.append(None))
     desk.store(NAMES[0], image(0))
     assert not handed_over
     tail = make_tail(FMT)

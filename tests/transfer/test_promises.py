@@ -119,7 +119,7 @@ def test_what_is_not_an_attempt_harms_nothing(rig: Rig, promises: Promises) -> N
 
 def test_keeper_learns_of_hand_overs(rig: Rig) -> None:
     evictor = Evictor(rig.shelf.backend, CapacityConfig(), rig.counters)
-    promises = Promises(rig.counters, evictor=evictor)
+    promises = Promises(rig.counters, on_handover=evictor.hands_over)
     assert evictor.schedule.leaves_until < 0
     promises.watch(rig.view, ONE)
     assert evictor.schedule.leaves_until > 0

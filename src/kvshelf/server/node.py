@@ -139,7 +139,7 @@ class Node:
         Counts stuck threads and times.
     uses : Uses, optional
         Records what clients use; the caller closes it, before the node.
-    hands_over : Callable, optional
+    on_handover : Callable, optional
         Called when a client has written a tail or a marker, which will have to be deleted.
 
     Raises
@@ -158,14 +158,14 @@ class Node:
         disk_tier: DiskTier | None = None,
         counters: Counters | None = None,
         uses: Uses | None = None,
-        hands_over: Callable[[], None] | None = None,
+        on_handover: Callable[[], None] = lambda: None,
     ) -> None:
         counters = Counters() if counters is None else counters
         self._backend = shelf.backend
         self._namespaces = Namespaces()
         self._storage = Storage(shelf, disk_tier, self._namespaces, counters)
         self._uses = uses
-        self._hands_over = hands_over
+        self._on_handover = on_handover
         self._view = arena.view
         self._ring = Ring()
         start = 0
@@ -507,8 +507,8 @@ class Node:
         self._counts["stored_bytes"] += nbytes
         parsed = parse_path(name)
         is_handed_over = parsed is None or parsed.tail_tokens is not None
-        if self._hands_over is not None and is_handed_over and result is not WriteResult.EXISTED:
-            self._hands_over()
+        if is_handed_over and result is not WriteResult.EXISTED:
+            self._on_handover()
         return result.value
 
     async def _store(

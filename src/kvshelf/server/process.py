@@ -111,7 +111,7 @@ def serve(
             disk_tier=disk,
             counters=counters,
             uses=runtime.uses,
-            hands_over=None if runtime.evictor is None else runtime.evictor.hands_over,
+            on_handover=runtime.note_handover,
         )
         opened.callback(node.close)
         opened.callback(runtime.uses.close)

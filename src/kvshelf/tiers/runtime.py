@@ -80,7 +80,7 @@ class Runtime:
     url : str
     uses : Uses
     evictor : Evictor or None
-        Keeps the bounds; learns of tails and markers that this process writes.
+        Keeps the bounds.
 
     Raises
     ------
@@ -137,6 +137,11 @@ class Runtime:
                 shelf.backend, config.capacity, self.counters, on_thread_start=self._on_thread_start
             )
         self.evictor.start()
+
+    def note_handover(self) -> None:
+        """Have the evictor delete tails and markers of hand-overs that this process writes."""
+        if self.evictor is not None:
+            self.evictor.hands_over()
 
     # ------------------------------------------------------------- the end
 

@@ -25,7 +25,6 @@ from collections.abc import Callable
 from typing import Final
 
 from kvshelf.background import Background
-from kvshelf.capacity.evictor import Evictor
 from kvshelf.format.keys import Chunk
 from kvshelf.metrics import Counters
 from kvshelf.shelf.view import ShelfView
@@ -48,8 +47,8 @@ class Promises:
     ----------
     counters : Counters
         Gets ``promises_broken`` and ``markers_written``.
-    evictor : Evictor, optional
-        Deletes tails and markers.
+    on_handover : Callable, optional
+        Called when this process will write a tail or a marker, which will have to be deleted.
     on_thread_start : Callable, optional
         Called first on the thread, to set its processors.
 
@@ -65,11 +64,11 @@ class Promises:
         self,
         counters: Counters,
         *,
-        evictor: Evictor | None = None,
+        on_handover: Callable[[], None] = lambda: None,
         on_thread_start: Callable[[], None] | None = None,
     ) -> None:
         self._counters = counters
-        self._evictor = evictor
+        self._on_handover = on_handover
         self._thread = Background("kvshelf-marker", self._write_all, on_start=on_thread_start)
         self._changed = threading.Condition()
         #: The marker that is being written is the first one.
@@ -87,8 +86,7 @@ class Promises:
         `attempt` is empty where no engine waits for it.
         """
         self.given = self.given or bool(attempt)
-        if self._evictor is not None:
-            self._evictor.hands_over()
+        self._on_handover()
         return functools.partial(self._ended, view, attempt)
 
     def note(self, view: ShelfView, attempt: str, outcome: StoreOutcome) -> None:

@@ -318,7 +318,9 @@ class Registration:
         ]
         self.transfers = transfers = Transfers(contexts)
         self.promises = Promises(
-            counters, evictor=self.runtime.evictor, on_thread_start=widen_cpu_affinity
+            counters,
+            on_handover=self.runtime.note_handover,
+            on_thread_start=widen_cpu_affinity,
         )
         assert self.host is not None
         self.host.grow()
