@@ -214,7 +214,8 @@ def _batches(
             report.short += not pieces
             continue
         batch_missing = sum(len(todo.missing) for todo in batch)
-        if batch and (batch_missing + len(missing) > batch_chunks or len(batch) == _MAX_PROMPTS):
+        is_full = batch_missing + len(missing) > batch_chunks or len(batch) == _MAX_PROMPTS
+        if batch and is_full:
             yield batch
             batch = []
         batch.append(_Todo(prompt, pieces, missing))
