@@ -291,6 +291,26 @@ def test_doctor_asks_the_node_server_for_its_shelf(shelf: Path, tmp_path: Path) 
     assert doctor(code=3, env=env)["open"]["hint"] == "start it: kvshelf serve"
 
 
+def test_doctor_tries_the_disk_tier_and_engines_need_none(
+    shelf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = tmp_path / "tier"
+    tier.mkdir()
+    env = {"KVSHELF_DISK_TIER": json.dumps({"path": str(tier), "max_bytes": "1GiB"})}
+    checks = doctor(shelf, env=env)
+    assert {checks[f"tier: {name}"]["state"] for name in ("open", "write", "delete")} == {"ok"}
+    list_folders = PosixBackend.folders
+
+    def fail(self: PosixBackend, prefix: str = "") -> list[str]:
+        if self.url == str(tier):
+            raise StorageError("the disk is gone")
+        return list_folders(self, prefix)
+
+    monkeypatch.setattr(PosixBackend, "folders", fail)
+    checks = doctor(shelf, env=env, code=1)
+    assert checks["tier: list"]["found"] == "the disk is gone" and "tier: write" not in checks
+
+
 def test_doctor_does_not_make_a_missing_shelf(tmp_path: Path) -> None:
     for url in (tmp_path / "typo" / "kv", f"file://{tmp_path}/typo/kv"):
         assert "does not exist" in doctor(url, code=3)["open"]["found"]

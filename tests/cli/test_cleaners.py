@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvshelf.tools.cleaners import cleaner_of
+from kvshelf.cli.cleaners import cleaner_of
 
 TMP = "q /tmp 1777 root root 10d\nq /var/tmp 1777 root root 30d\n"
 OF_TMP = "systemd-tmpfiles deletes files below /tmp that are older than 10d (tmp.conf)"
