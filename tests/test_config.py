@@ -31,6 +31,65 @@ def file(tmp_path: Path) -> Path:
     return tmp_path / "kvshelf.yaml"
 
 
+def test_first_source_counts_and_mappings_are_merged_key_by_key(file: Path) -> None:
+    file.write_text(
+        "chunk_size: 1\nlayout: canonical\nversion: file\n"
+        "capacity: {max_bytes: 1GiB, max_age: 7d}\n"
+        "storage_options: {a: file, b: file, c: file, deep: {x: file, y: file, z: file}}\n"
+    )
+    environ = {
+        "KVSHELF_CHUNK_SIZE": "2",
+        "KVSHELF_VERSION": "variable",
+        "KVSHELF_STORAGE_OPTIONS": '{"a": "variable", "b": "variable", "deep": {"y": "variable"}}',
+    }
+    extra = {
+        "config_file": str(file),
+        "chunk_size": 3,
+        "capacity": {"max_bytes": "2GiB"},
+        "storage_options": {"a": "extra", "deep": {"x": "extra"}},
+    }
+    config = load(extra, environ)
+    assert (config.chunk_size, config.version, config.layout) == (3, "variable", "canonical")
+    assert (config.capacity.max_bytes, config.capacity.max_age) == (2 << 30, 7 * 86400.0)
+    assert config.storage_options == {
+        "a": "extra",
+        "b": "variable",
+        "c": "file",
+        "deep": {"x": "extra", "y": "variable", "z": "file"},
+    }
+
+
+def test_file_is_that_of_the_engine_or_of_the_command_or_of_the_variable(tmp_path: Path) -> None:
+    for name in ("extra", "command", "variable"):
+        (tmp_path / name).write_text(f"version: {name}\n")
+    extra, command, variable = (str(tmp_path / name) for name in ("extra", "command", "variable"))
+    environ = {"KVSHELF_CONFIG": variable}
+    assert Config.load({"config_file": extra}, environ, file=command).version == "extra"
+    assert Config.load({}, environ, file=command).version == "command"
+    assert Config.load({}, environ).version == "variable"
+
+
+def test_wrong_value_is_named_with_the_source_that_gives_it(file: Path) -> None:
+    file.write_text("capacity: {max_age: 3M}\ndisk_tier: {path: nvme}\n")
+    environ = {"KVSHELF_CAPACITY": '{"group_max_bytes": 7}', "KVSHELF_MEMORY": "20"}
+    text = problem({"config_file": str(file), "capacity": {"max_byte": 1, "max_bytes": 1}}, environ)
+    extra, variable = "kv_connector_extra_config", "variable KVSHELF_{} in the environment"
+    for told in (
+        f"max_byte of capacity in {extra}: the value 1 cannot be used: no such key",
+        f"max_bytes of capacity in {extra}: found 1",
+        f"group_max_bytes of {variable.format('CAPACITY')}: found 7",
+        f"max_age of capacity in the file {file}: found '3M'",
+        f"path of disk_tier in the file {file}: the value 'nvme' cannot be used",
+        f"max_bytes of disk_tier in the file {file}: found {{'path': 'nvme'}}; expected a mapping",
+        f"{variable.format('MEMORY')}: found '20'",
+    ):
+        assert f"\n  - {told}" in text
+    assert text.count("\n") == 7
+    # A key that is missing because it is misspelt is told once.
+    text = problem({"disk_tier": {"path": "/nvme/kv", "size": "1GiB"}})
+    assert "size of disk_tier" in text and "\n" not in text
+
+
 def test_paths_become_absolute_and_urls_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/someone")
     assert load({"shared_storage_path": "~/kv"}).shared_storage_path == "/home/someone/kv"
@@ -92,7 +151,7 @@ def test_variables_of_a_kubernetes_service_are_no_options() -> None:
 def test_constructor_explains_as_load_does() -> None:
     with pytest.raises(ConfigError, match=r"unknown key 'local_cpu' in the arguments of Config"):
         Config(local_cpu=True)  # type: ignore[call-arg]
-    with pytest.raises(ConfigError, match=r"chunk_size in the arguments of Config: the value 0"):
+    with pytest.raises(ConfigError, match=r"chunk_size in the arguments of Config: found 0"):
         Config(chunk_size=0)
     with pytest.raises(ConfigError, match="read_only and save_decode are both true"):
         Config(read_only=True, save_decode=True)
@@ -107,23 +166,20 @@ def test_wrong_keys_and_wrong_values_are_named_together(file: Path) -> None:
     file.write_text("versoin: a\nmemory: 0\n")
     text = problem(
         {"chunk_siz": 1, "layuot": 2, "read_only": "x", "config_file": str(file)},
-        {"KVSHELF_SAVE_DECODE": "perhaps"},
+        {"KVSHELF_SAVE_DECODE": "perhaps", "KVSHELF_CAPACITY": "2TiB"},
     )
     for told in ("did you mean chunk_size?", "did you mean layout?", "did you mean version?"):
         assert told in text
-    for option in ("read_only", "KVSHELF_SAVE_DECODE", "memory in the file"):
+    for option in ("read_only", "KVSHELF_SAVE_DECODE", "memory in the file", "KVSHELF_CAPACITY"):
         assert option in text
-    assert text.count("\n  - ") == 6
+    assert text.count("\n  - ") == 7
 
 
-def test_without_the_option_memory_only_far_storage_is_read_ahead() -> None:
+def test_read_ahead_needs_the_option_memory_or_far_storage_and_no_node_server() -> None:
     config, without = load({}, {"KVSHELF_MEMORY": "1GiB"}), load({})
     assert (config.memory_bytes, without.memory_bytes) == (1 << 30, 0)
     assert config.reads_ahead(0.0) and config.reads_ahead(1.0)
     assert without.reads_ahead(1e-3) and not without.reads_ahead(0.9e-3)
-
-
-def test_with_a_node_server_nothing_is_read_ahead() -> None:
     assert not load({"server": "ipc:///run/kvshelf.sock"}).reads_ahead(1.0)
 
 
@@ -133,12 +189,6 @@ def test_disk_tier_is_not_where_the_private_shelf_is(tmp_path: Path) -> None:
         text = problem({"disk_tier": {"path": str(path), "max_bytes": "1B"}}, environ)
         assert "one is inside the other" in text
     load({"disk_tier": {"path": str(tmp_path / "tier"), "max_bytes": "1B"}}, environ)
-
-
-def test_bound_of_salt_groups_needs_salt_groups() -> None:
-    bound = {"capacity": {"group_max_bytes": "1GiB"}}
-    assert "set group_by_salt to true, or remove group_max_bytes" in problem(bound)
-    assert load({**bound, "group_by_salt": True}).capacity.group_max_bytes == 1 << 30
 
 
 def test_no_message_and_no_configuration_shows_a_secret(file: Path) -> None:

@@ -1,38 +1,36 @@
-"""Every option of kvshelf, in one place.
+"""Every option of kvshelf: what it means, how it is written, and where it is given.
 
-Owns the model :class:`Config` and the rules by which its values are found.
+Owns the model :class:`Config`, the rules by which its values are found, and how sizes, ages and
+numbers are written.
 
 Contracts
 ---------
-* Three sources, in order of precedence: the engine's ``kv_connector_extra_config``,
-  ``KVSHELF_*`` environment variables, a YAML file.
+* :func:`merge` puts three sources together before anything is validated. In order of precedence:
+  the engine's ``kv_connector_extra_config``, ``KVSHELF_*`` environment variables, a YAML file.
+  Mappings are merged key by key.
 * Nothing is ignored: unknown keys, unknown ``KVSHELF_*`` variables, invalid values and
   contradicting options raise one :class:`ConfigError`, which names all of them and the
-  source of each. Only variables that are named as those that Kubernetes makes for a Service whose
-  name begins with ``kvshelf`` are.
+  source of each. The only exception are the variables that Kubernetes makes for a Service whose
+  name begins with ``kvshelf``.
 * A :class:`Config` is frozen. It is built once, at start, on the thread that builds the
   connector.
 * Values of ``storage_options`` may be secrets: no message and no ``repr`` shows them.
-* No torch, no vLLM.
+* No torch, no vLLM. YAML is imported only to read a file.
 """
 
 from __future__ import annotations
 
 import difflib
 import json
-import logging
 import os
 import re
 import stat
-import types
-from collections.abc import Callable, Iterable, Mapping
-from contextvars import ContextVar
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from decimal import Decimal
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, TypeAlias
 
-import yaml
 from pydantic import (
     AfterValidator,
     BaseModel,
@@ -44,14 +42,6 @@ from pydantic import (
     model_validator,
 )
 from pydantic import ConfigDict as ModelOptions
-from pydantic_settings import (
-    BaseSettings,
-    EnvSettingsSource,
-    InitSettingsSource,
-    PydanticBaseSettingsSource,
-    SettingsConfigDict,
-    SettingsError,
-)
 
 from kvshelf.errors import ConfigError, size_text
 from kvshelf.urls import cache_dir, directory_of, refuse_mistakes, shown_url
@@ -59,36 +49,30 @@ from kvshelf.urls import cache_dir, directory_of, refuse_mistakes, shown_url
 ENV_PREFIX: Final = "KVSHELF_"
 
 #: Environment variables that configure a process, not a shelf.
-PROCESS_VARIABLES: Final[Mapping[str, str]] = types.MappingProxyType(
-    {
-        "KVSHELF_CONFIG": "Path of a YAML file with options.",
-        "KVSHELF_OPS": (
-            "Implementation of gather and scatter: `auto` (default), `cpp` (an error if the native "
-            "library is missing), `cuda` (an error if the kernel cannot run on the GPU) or `torch`."
-        ),
-        "KVSHELF_CACHE_DIR": (
-            "Folder for the files that kvshelf keeps for one user on one machine: cached weight "
-            "fingerprints and the private shelf. Default: `$XDG_CACHE_HOME/kvshelf`, else "
-            "`~/.cache/kvshelf`."
-        ),
-    }
-)
+PROCESS_VARIABLES: Final[Mapping[str, str]] = {
+    "KVSHELF_CONFIG": "Path of a YAML file with options.",
+    "KVSHELF_OPS": (
+        "Implementation of gather and scatter: `auto` (default), `cpp` (an error if the native"
+        " library is missing), `cuda` (an error if the kernel cannot run on the GPU) or `torch`."
+    ),
+    "KVSHELF_CACHE_DIR": (
+        "Folder for the files that kvshelf keeps for one user on one machine: cached weight"
+        " fingerprints and the private shelf. Default: `$XDG_CACHE_HOME/kvshelf`, else"
+        " `~/.cache/kvshelf`."
+    ),
+}
 
 #: Key of ``kv_connector_extra_config`` that names the YAML file.
 FILE_KEY: Final = "config_file"
 
+#: Where options are given, for messages; the third source is a file, which has a name.
 _EXTRA: Final = "kv_connector_extra_config"
+_ENVIRONMENT: Final = "the environment"
 _ARGUMENTS: Final = "the arguments of Config"
 #: Longest path of a Unix socket on Linux (sockaddr_un), less the ending of the server's second one.
 _SOCKET_BYTES: Final = 107 - len(".session")
 #: Options that a node server decides for its engines.
-_OF_THE_SERVER: Final = (
-    "shared_storage_path",
-    "storage_options",
-    "disk_tier",
-    "memory",
-    "capacity",
-)
+_SERVER_OPTIONS = ("shared_storage_path", "storage_options", "disk_tier", "memory", "capacity")
 #: Bytes of host memory for chunks where `memory` is not set and a model needs no more.
 DEFAULT_MEMORY: Final = 1 << 30
 LEAST_MEMORY: Final = 4096
@@ -96,26 +80,25 @@ LEAST_MEMORY: Final = 4096
 LEAST_MAX_AGE: Final = 120.0
 _READS_AHEAD_FROM_PROBE_SECONDS: Final = 1e-3
 #: Options that are mappings, and what they look like.
-_MAPPINGS: Final = types.MappingProxyType(
-    {
-        "disk_tier": '{"path": "/nvme/kv", "max_bytes": "200GiB"}',
-        "capacity": '{"max_bytes": "2TiB", "max_age": "7d"}',
-    }
-)
-#: Keys of LMCache and of vLLM's own tiers, and what they are here.
-_OTHERS: Final = types.MappingProxyType(
-    {
-        "remote_url": "the storage that engines share is shared_storage_path",
-        "local_cpu": "memory for objects is memory",
-        "max_local_cpu_size": "memory for objects is memory, such as 5GiB",
-        "local_disk": 'a local disk is disk_tier: {"path": …, "max_bytes": …}',
-        "max_local_disk_size": "the size of a local disk is disk_tier.max_bytes",
-        "cpu_bytes_to_use": "memory for objects is memory, such as 20GiB",
-        "spec_name": "it is of vLLM's OffloadingConnector: leave it out",
-        "path": "the directory that engines share is shared_storage_path",
-    }
-)
-#: Expected texts, for messages.
+_MAPPINGS: Final = {
+    "storage_options": '{"anon": true}',
+    "disk_tier": '{"path": "/nvme/kv", "max_bytes": "200GiB"}',
+    "capacity": '{"max_bytes": "2TiB", "max_age": "7d"}',
+}
+#: The option whose values may be secrets.
+_SECRET: Final = "storage_options"  # noqa: S105
+#: Keys of LMCache and of vLLM's own tiers, and what to set here instead.
+_FOREIGN_KEYS: Final = {
+    "remote_url": "the storage that engines share is shared_storage_path",
+    "local_cpu": "memory for objects is memory",
+    "max_local_cpu_size": "memory for objects is memory, such as 5GiB",
+    "local_disk": 'a local disk is disk_tier: {"path": …, "max_bytes": …}',
+    "max_local_disk_size": "the size of a local disk is disk_tier.max_bytes",
+    "cpu_bytes_to_use": "memory for objects is memory, such as 20GiB",
+    "spec_name": "it is of vLLM's OffloadingConnector: leave it out",
+    "path": "the directory that engines share is shared_storage_path",
+}
+#: How sizes and ages are written, for messages.
 SIZES: Final = "a size such as 500MB, 20GiB or 2TiB"
 AGES: Final = "an age such as 90s, 30m, 12h, 7d or 2w"
 
@@ -124,23 +107,11 @@ _SIZE: Final = re.compile(rf"({_NUMBER}) ?(?:([kmgtp])(i?))?b", re.ASCII | re.IG
 _AGE: Final = re.compile(rf"({_NUMBER}) ?([smhdw])", re.ASCII)
 _SECONDS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 _NAME: Final = "name:"
-_SECRET_FIELDS: Final = frozenset({"storage_options"})
-_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(::|://)")
+_URL: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(::|://)")
 #: Variables that Kubernetes makes for a Service whose name begins with kvshelf.
-_OF_A_SERVICE = re.compile(
+_SERVICE_VARIABLE: Final = re.compile(
     r"KVSHELF(_\w+)?_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)"
 )
-
-
-logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class _Sources:
-    """The sources of options besides the engine's configuration."""
-
-    environ: Mapping[str, str]
-    file: Mapping[str, Any]
 
 
 def parse_size(text: str, least: int = 1) -> int:
@@ -237,7 +208,16 @@ def _absolute(value: object) -> object:
     return os.path.abspath(path)
 
 
+def _directory(value: object) -> object:
+    """Check the path of a directory on this machine."""
+    path = _absolute(value)
+    if isinstance(path, str) and _URL.match(path):
+        raise ValueError("is a URL; expected a directory on this machine")
+    return path
+
+
 def _weights(value: str) -> str:
+    """Check how weights are identified."""
     if value not in ("content", "sampled") and weights_name(value) is None:
         raise ValueError("expected content, sampled, or name: and a text, as name:my-model-v1")
     return value
@@ -247,34 +227,27 @@ def _socket(value: object) -> object:
     """Check where a node server listens; make its path absolute."""
     if not isinstance(value, str):
         return value
-    scheme, found, path = value.partition("://")
-    if not found or scheme != "ipc" or not path.strip():
+    scheme, _, path = value.partition("://")
+    if scheme != "ipc" or not path.strip():
         raise ValueError(
             "is not the address of a node server; expected ipc:// and the path of its socket, such"
             " as ipc:///run/user/1000/kvshelf/node.sock"
         )
     path = os.path.abspath(os.path.expanduser(path))
-    if len(os.fsencode(path)) > _SOCKET_BYTES:
+    if (path_bytes := len(os.fsencode(path))) > _SOCKET_BYTES:
         raise ValueError(
-            f"has a path of {len(os.fsencode(path))} bytes; the system allows {_SOCKET_BYTES} for a"
-            " socket of a node server"
+            f"has a path of {path_bytes} bytes; the system allows {_SOCKET_BYTES} for a socket of a"
+            " node server"
         )
     return f"ipc://{path}"
 
 
-def _directory(value: object) -> object:
-    place = _absolute(value)
-    if isinstance(place, str) and _URL.match(place):
-        raise ValueError("is a URL; expected a directory on this machine")
-    return place
-
-
 def _quantity(parse: Callable[[str, Any], float], least: float) -> BeforeValidator:
-    """Check a text with a unit; among the arguments of Config also bytes or seconds as a number."""
+    """Check a text with a unit. Arguments of Config may also be a number of bytes or seconds."""
 
-    def check(value: object) -> object:
+    def check(value: object, info: ValidationInfo) -> object:
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if is_number and _sources.get() is None and value >= least:  # type: ignore[operator]
+        if is_number and info.context is None and value >= least:  # type: ignore[operator]
             return value
         return parse(value if isinstance(value, str) else "", least)
 
@@ -282,7 +255,7 @@ def _quantity(parse: Callable[[str, Any], float], least: float) -> BeforeValidat
 
 
 def _number(value: object) -> object:
-    """Refuse what pydantic would take for a number, such as ``1_000`` and true."""
+    """Refuse texts and booleans that pydantic takes for a number, such as ``1_000`` and true."""
     return parse_number(str(value)) if isinstance(value, str | bool) else value
 
 
@@ -328,35 +301,7 @@ class DiskTierConfig(BaseModel):
     max_bytes: _Size
 
 
-_NESTED: Final[Mapping[str, type[BaseModel]]] = types.MappingProxyType(
-    {"capacity": CapacityConfig, "disk_tier": DiskTierConfig}
-)
-
-
-def _overlap(shelf: str | None, folder: str) -> bool:
-    """Whether a shelf is a directory that contains `folder` or lies inside it.
-
-    Compares names only, because no storage is touched here. Links are checked when both are opened.
-    """
-    if shelf is None:
-        sources = _sources.get()
-        place: str | None = str(cache_dir(None if sources is None else sources.environ) / "shelf")
-    else:
-        try:
-            place = directory_of(shelf)
-        except ConfigError:
-            # Opening the shelf will report this error.
-            return False
-    if place is None:
-        return False
-    place = os.path.abspath(os.path.expanduser(place))
-    return os.path.commonpath((place, folder)) in (place, folder)
-
-
-_sources: ContextVar[_Sources | None] = ContextVar("kvshelf_config_sources", default=None)
-
-
-class Config(BaseSettings):
+class Config(BaseModel):
     """All options of one connector.
 
     Use :meth:`load` to read all sources. The constructor uses only its arguments and the
@@ -368,12 +313,7 @@ class Config(BaseSettings):
         As :meth:`load`.
     """
 
-    model_config = SettingsConfigDict(
-        frozen=True,
-        extra="forbid",
-        env_prefix=ENV_PREFIX,
-        allow_inf_nan=False,
-    )
+    model_config = ModelOptions(frozen=True, extra="forbid", allow_inf_nan=False)
 
     shared_storage_path: Annotated[str, BeforeValidator(_absolute)] | None = None
     """The shared store, called the *shelf*: a directory (local, NFS, any mounted filesystem) or a
@@ -472,110 +412,7 @@ class Config(BaseSettings):
     if not TYPE_CHECKING:  # a type checker makes the constructor's arguments of the fields
 
         def __init__(self, **values: Any) -> None:
-            if _sources.get() is not None:  # load() explains what is wrong
-                super().__init__(**values)
-                return
-            if problems := _unknown_keys(values, _ARGUMENTS, set()):
-                raise _error(problems)
-            try:
-                super().__init__(**values)
-            except ValidationError as error:
-                raise _error(_explain(error, values, {}, _ARGUMENTS, extra=_ARGUMENTS)) from None
-
-    @field_validator(*_MAPPINGS, mode="before")
-    @classmethod
-    def _mapping(cls, value: object, info: ValidationInfo) -> object:
-        name = str(info.field_name)
-        absent = cls.model_fields[name].default is None and value is None
-        if absent or isinstance(value, Mapping | BaseModel):
-            return value
-        raise ValueError(f"expected a mapping such as {_MAPPINGS[name]}")
-
-    def __repr_args__(self) -> Iterable[tuple[str | None, Any]]:
-        """Leave the password of a URL out."""
-        for name, value in super().__repr_args__():
-            hides = name == "shared_storage_path" and value is not None
-            yield name, shown_url(value) if hides else value
-
-    @property
-    def memory_bytes(self) -> int:
-        """Bytes of `memory`; 0 if it is not set."""
-        return int(self.memory or 0)
-
-    @property
-    def bounds_told(self) -> str:
-        """What bounds memory and shelf, for the log."""
-        capacity = self.capacity
-        told = {
-            "memory": self.memory and size_text(self.memory),
-            "max_bytes": capacity.max_bytes and size_text(capacity.max_bytes),
-            "max_age": capacity.max_age and f"{capacity.max_age:.0f}s",
-        }
-        return ", ".join(f"{name} {value}" for name, value in told.items() if value) or "no bounds"
-
-    def reads_ahead(self, probe_seconds: float) -> bool:
-        """Whether chunks are read ahead from storage with this probe latency.
-
-        With a node server nothing is read ahead here: the memory is the server's.
-        """
-        if self.server is not None:
-            return False
-        return self.memory_bytes > 0 or probe_seconds >= _READS_AHEAD_FROM_PROBE_SECONDS
-
-    @model_validator(mode="after")
-    def _consistent(self) -> Config:
-        self._check_server()
-        shelf, tier = self.shared_storage_path, self.disk_tier
-        if tier is not None and _overlap(shelf, tier.path):
-            where = "not set, so the shelf is this user's private one" if shelf is None else shelf
-            raise ValueError(
-                f"disk_tier.path is {tier.path} and shared_storage_path {where}: one is inside "
-                "the other; give the disk tier a directory of its own"
-            )
-        if self.capacity.group_max_bytes is not None and not self.group_by_salt:
-            raise ValueError(
-                "capacity.group_max_bytes is set and group_by_salt is not: without it the chunks of"
-                " all salts lie in one group; set group_by_salt to true, or remove group_max_bytes"
-            )
-        if self.read_only and self.save_decode:
-            raise ValueError(
-                "read_only and save_decode are both true, but a read-only shelf stores "
-                "nothing: remove one of them"
-            )
-        return self
-
-    def _check_server(self) -> None:
-        """Refuse options of an engine that its node server decides."""
-        nothing: tuple[object, ...] = (None, {}, CapacityConfig())
-        given = [name for name in _OF_THE_SERVER if getattr(self, name, None) not in nothing]
-        if self.server is not None and given:
-            raise ValueError(
-                f"server is {self.server}, and {' and '.join(given)} "
-                f"{'is' if len(given) == 1 else 'are'} set too, but an engine with a node server"
-                " has no shelf and no tiers of its own: give these options to `kvshelf serve`, or"
-                " remove server"
-            )
-
-    @classmethod
-    def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],
-        init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,
-        file_secret_settings: PydanticBaseSettingsSource,
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Return the sources in order of precedence (called by pydantic-settings)."""
-        found = _sources.get()
-        if found is None:
-            return (init_settings,)
-        environment = EnvSettingsSource(settings_cls)
-        environment.env_vars = {k.lower(): v for k, v in found.environ.items() if v}
-        return (
-            init_settings,
-            environment,
-            InitSettingsSource(settings_cls, init_kwargs=dict(found.file)),
-        )
+            self._fill({_ARGUMENTS: values})
 
     @classmethod
     def load(
@@ -609,37 +446,136 @@ class Config(BaseSettings):
             problem.
         """
         environ = os.environ if environ is None else environ
-        given = dict(extra or {})
-        path, named_by = given.pop(FILE_KEY, None), f"{FILE_KEY} of {_EXTRA}"
+        extra = dict(extra or {})
+        path, named_by = extra.pop(FILE_KEY, None), f"{FILE_KEY} of {_EXTRA}"
         if path is None:
             path, named_by = file, "--config"
         if path is None:
             path, named_by = environ.get("KVSHELF_CONFIG") or None, "KVSHELF_CONFIG"
-        content = {} if path is None else _read_file(path, named_by)
-        file_source = f"the file {path}"
-
-        problems = [
-            *_unknown_keys(given, _EXTRA, {FILE_KEY}),
-            *_wrong_variables(environ),
-            *_unknown_keys(content, file_source, set()),
-        ]
-        given, content = (
-            {name: value for name, value in values.items() if name in cls.model_fields}
-            for values in (given, content)
-        )
-        token = _sources.set(_Sources(environ, content))
-        try:
-            config = cls(**given)
-        except ValidationError as error:
-            problems += _explain(error, given, environ, file_source)
-        except SettingsError:
-            # The cause, left out here, contains the variable's whole value.
-            problems += _not_json(environ)
-        finally:
-            _sources.reset(token)
-        if problems:
-            raise _error(problems) from None
+        file_options = {} if path is None else _read_file(path, named_by)
+        variables, problems = _read_variables(environ)
+        sources = {_EXTRA: extra, _ENVIRONMENT: variables, f"the file {path}": file_options}
+        config = cls.__new__(cls)
+        config._fill(sources, problems, environ)
         return config
+
+    def _fill(
+        self,
+        sources: Mapping[str, Mapping[Any, Any]],
+        problems: Sequence[str] = (),
+        environ: Mapping[str, str] | None = None,
+    ) -> None:
+        """Set all options from their sources, or raise one error that names every problem.
+
+        The validators have the environment as their context; it is None for the constructor.
+        """
+        options = {
+            name: value
+            for name, value in merge(*sources.values()).items()
+            if name in type(self).model_fields
+        }
+        unknown_keys = (_unknown_keys(options, place) for place, options in sources.items())
+        problems = [*chain.from_iterable(unknown_keys), *problems]
+        try:
+            self.__pydantic_validator__.validate_python(
+                options, self_instance=self, context=environ
+            )
+        except ValidationError as error:
+            problems += _wrong_values(error, sources)
+        if problems:
+            mark = " " if len(problems) == 1 else "\n  - "
+            text = "".join(mark + problem for problem in problems)
+            raise ConfigError(f"kvshelf's configuration cannot be used:{text}") from None
+
+    @field_validator(*_MAPPINGS, mode="before")
+    @classmethod
+    def _mapping(cls, value: object, info: ValidationInfo) -> object:
+        name = str(info.field_name)
+        is_unset = value is None and cls.model_fields[name].default is None
+        if is_unset or isinstance(value, Mapping | BaseModel):
+            return value
+        raise ValueError(f"expected a mapping such as {_MAPPINGS[name]}")
+
+    @model_validator(mode="after")
+    def _consistent(self, info: ValidationInfo) -> Config:
+        unset: tuple[object, ...] = (None, {}, CapacityConfig())
+        forbidden = [name for name in _SERVER_OPTIONS if getattr(self, name) not in unset]
+        if self.server is not None and forbidden:
+            raise ValueError(
+                f"server is {self.server}, and {' and '.join(forbidden)} "
+                f"{'is' if len(forbidden) == 1 else 'are'} set too, but an engine with a node"
+                " server has no shelf and no tiers of its own: give these options to"
+                " `kvshelf serve`, or remove server"
+            )
+        shelf, tier = self.shared_storage_path, self.disk_tier
+        if tier is not None and _overlap(shelf, tier.path, info.context):
+            where = "not set, so the shelf is this user's private one" if shelf is None else shelf
+            raise ValueError(
+                f"disk_tier.path is {tier.path} and shared_storage_path {where}: one is inside "
+                "the other; give the disk tier a directory of its own"
+            )
+        if self.capacity.group_max_bytes is not None and not self.group_by_salt:
+            raise ValueError(
+                "capacity.group_max_bytes is set and group_by_salt is not: without it the chunks of"
+                " all salts lie in one group; set group_by_salt to true, or remove group_max_bytes"
+            )
+        if self.read_only and self.save_decode:
+            raise ValueError(
+                "read_only and save_decode are both true, but a read-only shelf stores "
+                "nothing: remove one of them"
+            )
+        return self
+
+    def __repr_args__(self) -> Iterable[tuple[str | None, Any]]:
+        """Leave the password of a URL out."""
+        for name, value in super().__repr_args__():
+            is_address = name == "shared_storage_path" and value is not None
+            yield name, shown_url(value) if is_address else value
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of `memory`; 0 if it is not set."""
+        return int(self.memory or 0)
+
+    @property
+    def bounds_told(self) -> str:
+        """What bounds memory and shelf, for the log."""
+        capacity = self.capacity
+        bounds = {
+            "memory": self.memory and size_text(self.memory),
+            "max_bytes": capacity.max_bytes and size_text(capacity.max_bytes),
+            "max_age": capacity.max_age and f"{capacity.max_age:.0f}s",
+        }
+        return ", ".join(f"{name} {text}" for name, text in bounds.items() if text) or "no bounds"
+
+    def reads_ahead(self, probe_seconds: float) -> bool:
+        """Whether chunks are read ahead from storage with this probe latency.
+
+        With a node server nothing is read ahead here: the memory is the server's.
+        """
+        if self.server is not None:
+            return False
+        return self.memory_bytes > 0 or probe_seconds >= _READS_AHEAD_FROM_PROBE_SECONDS
+
+
+def merge(*sources: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Return the options of several sources: the first source that has an option counts.
+
+    Mappings are merged key by key, at all depths.
+    """
+    merged: dict[Any, Any] = {}
+    for options in sources:
+        for name, value in options.items():
+            if name not in merged:
+                merged[name] = value
+            elif isinstance(merged[name], Mapping) and isinstance(value, Mapping):
+                merged[name] = merge(merged[name], value)
+    return merged
+
+
+def variable_of(option: str) -> str:
+    """Return the name of an option's environment variable."""
+    return ENV_PREFIX + option.upper()
 
 
 def default_shelf_path(environ: Mapping[str, str] | None = None) -> Path:
@@ -687,142 +623,148 @@ def default_shelf_path(environ: Mapping[str, str] | None = None) -> Path:
     return folder / "shelf"
 
 
-class _Loader(yaml.SafeLoader):
-    """Reads YAML in which each key is given once, with a value."""
+def _overlap(shelf: str | None, folder: str, environ: Mapping[str, str] | None) -> bool:
+    """Whether a shelf is a directory that contains `folder` or lies inside it.
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        names = [key.value for key, _ in node.value]
-        for key, value in node.value:
-            if names.count(key.value) > 1:
-                raise yaml.MarkedYAMLError(problem=f"the key {key.value} is given twice")
-            if value.value == "" and value.tag.endswith(":null"):
-                raise yaml.MarkedYAMLError(problem=f"the key {key.value} has no value")
-        return super().construct_mapping(node, deep)
+    Compares names only, because no storage is touched here. Links are checked when both are opened.
+    """
+    try:
+        path = str(cache_dir(environ) / "shelf") if shelf is None else directory_of(shelf)
+    except ConfigError:
+        # Opening the shelf will report this error.
+        return False
+    if path is None:
+        return False
+    path = os.path.abspath(os.path.expanduser(path))
+    return os.path.commonpath((path, folder)) in (path, folder)
 
 
-def _read_file(path: object, named_by: str) -> dict[str, Any]:
+def _read_file(path: object, named_by: str) -> dict[Any, Any]:
+    """Return the options of a YAML file, in which each key is given once, with a value."""
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+            names = [key.value for key, _ in node.value]
+            for key, value in node.value:
+                if names.count(key.value) > 1:
+                    raise yaml.MarkedYAMLError(problem=f"the key {key.value} is given twice")
+                if value.value == "" and value.tag.endswith(":null"):
+                    raise yaml.MarkedYAMLError(problem=f"the key {key.value} has no value")
+            return super().construct_mapping(node, deep)
+
     if not isinstance(path, str | os.PathLike):
         raise ConfigError(f"{named_by} is {path!r}; expected the path of a YAML file")
-    shown = shown_url(path)
+    name = f"the file {shown_url(path)} (from {named_by})"
     try:
         with open(path, encoding="utf-8") as file:
-            content = yaml.load(file, _Loader)  # noqa: S506 - it is a SafeLoader
+            options = yaml.load(file, Loader)  # noqa: S506 - it is a SafeLoader
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError(f"cannot read the file {shown} (from {named_by}): {reason}") from error
+        raise ConfigError(f"cannot read {name}: {reason}") from error
     except yaml.YAMLError as error:
         reason = " ".join(str(error).split())
+        raise ConfigError(f"{name} cannot be used as YAML: {reason}") from error
+    if not isinstance(options, dict):
+        content = "is empty" if options is None else f"holds a {type(options).__name__}"
         raise ConfigError(
-            f"the file {shown} (from {named_by}) cannot be used as YAML: {reason}"
-        ) from error
-    if not isinstance(content, dict):
-        raise ConfigError(
-            f"the file {path} (from {named_by}) "
-            + ("is empty" if content is None else f"holds a {type(content).__name__}")
-            + "; expected a mapping of options, one `key: value` on each line"
+            f"{name} {content}; expected a mapping of options, one `key: value` on each line"
         )
-    return content
+    return options
 
 
-def _error(problems: list[str]) -> ConfigError:
-    if len(problems) == 1:
-        return ConfigError(f"kvshelf's configuration cannot be used: {problems[0]}")
-    lines = "".join(f"\n  - {problem}" for problem in problems)
-    return ConfigError(f"kvshelf's configuration cannot be used:{lines}")
+def _read_variables(environ: Mapping[str, str]) -> tuple[dict[str, Any], list[str]]:
+    """Return the options that variables give, and a problem for each unusable variable."""
+    process_names = [variable.removeprefix(ENV_PREFIX).lower() for variable in PROCESS_VARIABLES]
+    options: dict[str, Any] = {}
+    problems = []
+    for variable, text in sorted(environ.items()):
+        if not variable.upper().startswith(ENV_PREFIX) or _SERVICE_VARIABLE.fullmatch(variable):
+            continue
+        name = variable[len(ENV_PREFIX) :].lower()
+        if name not in Config.model_fields and name not in process_names:
+            names = [*process_names, *Config.model_fields]
+            remedy = _FOREIGN_KEYS.get(name) or _suggest(name, names, variable_of)
+            problems.append(f"unknown variable {variable} in {_ENVIRONMENT}; {remedy}")
+        elif not text:
+            problems.append(f"variable {variable} in {_ENVIRONMENT} is empty; unset or set it")
+        elif name in _MAPPINGS:
+            try:
+                options[name] = json.loads(text)
+            except ValueError:
+                problems.append(
+                    f"variable {variable} in {_ENVIRONMENT} is not JSON; expected an object such as"
+                    f" {_MAPPINGS[name]}"
+                )
+        elif name in Config.model_fields:
+            options[name] = text
+    return options, problems
 
 
-def _suggest(word: str, names: list[str], shown: Callable[[str], str] = str) -> str:
+def _suggest(name: str, names: list[str], shown: Callable[[str], str] = str) -> str:
     """Return which of these names was meant, or all; `shown` writes a name as the user does."""
-    if word == "shelf":
-        word = "shared_storage_path"
-    if near := difflib.get_close_matches(word, names, n=1, cutoff=0.7):
-        return f"did you mean {shown(near[0])}?"
+    if name == "shelf":
+        name = "shared_storage_path"
+    if similar := difflib.get_close_matches(name, names, n=1, cutoff=0.7):
+        return f"did you mean {shown(similar[0])}?"
     return f"known: {', '.join(map(shown, sorted(names)))}"
 
 
-def _unknown_keys(values: Mapping[Any, Any], source: str, also: set[str]) -> list[str]:
-    known = [*Config.model_fields, *also]
+def _unknown_keys(options: Mapping[Any, Any], place: str) -> list[str]:
+    """Return a problem for each key that is no option."""
+    names = [*Config.model_fields, *([FILE_KEY] if place == _EXTRA else [])]
+    words = {key: str(key).removeprefix("lmcache.") for key in options if key not in names}
     return [
-        f"unknown key {key!r} in {source}; {_OTHERS.get(name) or _suggest(name, known)}"
-        for key in values
-        if (name := str(key).removeprefix("lmcache.")) not in known or key != name
+        f"unknown key {key!r} in {place}; {_FOREIGN_KEYS.get(word) or _suggest(word, names)}"
+        for key, word in words.items()
     ]
 
 
-def variable_of(field: str) -> str:
-    """Return the name of an option's environment variable."""
-    return ENV_PREFIX + field.upper()
-
-
-def _wrong_variables(environ: Mapping[str, str]) -> list[str]:
-    """Return a problem for each variable that is unknown or empty."""
-    known = [name.removeprefix(ENV_PREFIX).lower() for name in PROCESS_VARIABLES]
-    known += Config.model_fields
+def _wrong_values(
+    error: ValidationError, sources: Mapping[str, Mapping[Any, Any]]
+) -> Iterable[str]:
+    """Return a problem for each value that cannot be used, and for each contradiction."""
+    details = error.errors(include_url=False)
+    misspelt = {detail["loc"][0] for detail in details if detail["type"] == "extra_forbidden"}
     problems = []
-    for name in sorted(environ):
-        if not name.upper().startswith(ENV_PREFIX) or _OF_A_SERVICE.fullmatch(name):
+    for detail in details:
+        kind, location, value = detail["type"], detail["loc"], detail["input"]
+        reason = detail["msg"].removeprefix("Value error, ").replace("Input should be", "expected")
+        if not location:
+            problems.append(reason)
             continue
-        if (word := name[len(ENV_PREFIX) :].lower()) not in known:
-            meant = _OTHERS.get(word) or _suggest(word, known, variable_of)
-            problems.append(f"unknown variable {name} in the environment; {meant}")
-        elif not environ[name]:
-            problems.append(f"variable {name} in the environment is empty; unset or set it")
-    return problems
-
-
-def _not_json(environ: Mapping[str, str]) -> list[str]:
-    """Return a problem for each variable that must be JSON and is not."""
-    examples = {"storage_options": '{"anon": true}', "capacity": '{"max_bytes": "2TiB"}'}
-    expected = {variable_of(name): example for name, example in examples.items()}
-    problems = []
-    for name, value in sorted(environ.items()):
-        if value and name.upper() in expected:
-            try:
-                json.loads(value)
-            except ValueError:
-                problems.append(
-                    f"variable {name} in the environment is not JSON; expected an object such as "
-                    f"{expected[name.upper()]}"
-                )
-    return problems
-
-
-def _explain(
-    error: ValidationError,
-    given: Mapping[str, Any],
-    environ: Mapping[str, str],
-    file_source: str,
-    *,
-    extra: str = _EXTRA,
-) -> list[str]:
-    variables = {name.upper() for name, value in environ.items() if value}
-    problems: dict[str, str] = {}
-    # A misspelt key is named rather than the key that is missing for it.
-    for detail in sorted(error.errors(), key=lambda one: one["type"] != "extra_forbidden"):
-        cause = detail.get("ctx", {}).get("error")
-        reason = str(cause) if cause is not None else detail["msg"]
-        if detail["type"] == "extra_forbidden" and len(detail["loc"]) > 1:
-            form = _NESTED[str(detail["loc"][0])]
-            reason = f"no such key; {_suggest(str(detail['loc'][-1]), [*form.model_fields])}"
-        if not detail["loc"]:
-            problems[""] = reason
+        option, *keys = map(str, location)
+        if kind == "missing" and option in misspelt:
+            # The misspelt key is named, and not the key that is missing for it.
             continue
-        field = str(detail["loc"][0])
-        if field in given:
-            where = f"{field} in {extra}"
-        elif variable_of(field) in variables:
-            where = f"variable {variable_of(field)} in the environment"
-        else:
-            where = f"{field} in {file_source}"
-        if field not in _SECRET_FIELDS and len(detail["loc"]) > 1:
-            where = f"{'.'.join(map(str, detail['loc'][1:]))} of {where}"
-        value = detail["input"]
-        value = shown_url(value) if isinstance(value, str) else value
-        if field in _SECRET_FIELDS:
-            told = f"the value cannot be used: {reason}"
+        if kind == "missing":
+            reason = f"expected a mapping such as {_MAPPINGS[option]}"
+        if kind == "extra_forbidden":
+            model = CapacityConfig if option == "capacity" else DiskTierConfig
+            reason = f"no such key; {_suggest(keys[-1], [*model.model_fields])}"
+        place = _place_of(location, sources)
+        where = f"variable {variable_of(option)}" if place == _ENVIRONMENT else option
+        if keys and option != _SECRET:
+            where = f"{'.'.join(keys)} of {where}"
+        shown = repr(shown_url(value) if isinstance(value, str) else value)
+        problem = f"the value {shown} cannot be used: {reason}"
+        if option == _SECRET:
+            problem = f"the value cannot be used: {reason}"
         elif reason.startswith("expected"):
-            told = f"found {value!r}; {reason}"
-        else:
-            told = f"the value {value!r} cannot be used: {reason}"
-        problems.setdefault(field, f"{where}: {told}")
-    return list(problems.values())
+            problem = f"found {shown}; {reason}"
+        problems.append(f"{where} in {place}: {problem}")
+    return dict.fromkeys(problems)
+
+
+def _place_of(location: Sequence[object], sources: Mapping[str, Mapping[Any, Any]]) -> str:
+    """Return which source gives a value, or the mapping in which the value is missing."""
+
+    def depth(place: str) -> int:
+        options: Any = sources[place]
+        for count, key in enumerate(location):
+            if not isinstance(options, Mapping) or key not in options:
+                return count
+            options = options[key]
+        return len(location)
+
+    return max(sources, key=depth)

@@ -350,7 +350,7 @@ def test_memory_that_cannot_be_page_locked(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_chunk_cache_on_paged_caches(tmp_path: Path) -> None:
-    for package in ("pydantic_settings", "fsspec", "tvm_ffi", "safetensors", "xxhash"):
+    for package in ("pydantic", "fsspec", "tvm_ffi", "safetensors", "xxhash"):
         if importlib.util.find_spec(package) is None:
             pytest.skip(f"{package} is not installed")
     from kvshelf import ChunkCache, Config, ModelFacts

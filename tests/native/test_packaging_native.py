@@ -140,7 +140,7 @@ class Bare(MetaPathFinder):
     def find_spec(self, name, path=None, target=None):
         if name.partition('.')[0] in MISSING:
             raise ModuleNotFoundError(name)
-MISSING = {'pydantic', 'pydantic_settings', 'fsspec', 'tvm_ffi', 'safetensors', 'yaml', 'rich'}
+MISSING = {'pydantic', 'fsspec', 'tvm_ffi', 'safetensors', 'yaml', 'rich'}
 MISSING |= {'typer', 'watchdog', 'hypothesis', 'obstore', 'msgspec', 'zmq', 'transformers'}
 sys.meta_path.insert(0, Bare())
 sys.modules['xxhash'] = type(sys)('xxhash')
