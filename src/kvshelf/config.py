@@ -44,7 +44,7 @@ from pydantic import (
 from pydantic import ConfigDict as ModelOptions
 
 from kvshelf.errors import ConfigError, size_text
-from kvshelf.urls import cache_dir, directory_of, refuse_mistakes, shown_url
+from kvshelf.urls import cache_dir, directory_of, names_a_path, refuse_mistakes, shown_url
 
 ENV_PREFIX: Final = "KVSHELF_"
 
@@ -179,13 +179,6 @@ def weights_name(text: str) -> str | None:
             " the files, or a name that is no path, as name:my-model-v1"
         )
     return name
-
-
-def names_a_path(text: str) -> bool:
-    """Whether a text is written like a path, or has a slash and names a file that exists."""
-    return text.strip().startswith(("/", "~", "./", "../")) or (
-        "/" in text and os.path.lexists(text)
-    )
 
 
 def _absolute(value: object) -> object:

@@ -1,7 +1,7 @@
 """Shelf URLs and paths: mistakes in them, the directory they name, their form without secrets.
 
 Owns how log lines and errors show URLs, and where kvshelf keeps files for a user. No function
-touches storage.
+touches storage; :func:`names_a_path` looks whether a file exists.
 """
 
 from __future__ import annotations
@@ -78,6 +78,13 @@ def check_shelf(url: str) -> None:
         refuse_mistakes(url)
     except ValueError as error:
         raise ConfigError(f"the shelf {shown_url(url)!r} {error}") from None
+
+
+def names_a_path(text: str) -> bool:
+    """Whether a text is written like a path, or has a slash and names a file that exists."""
+    return text.strip().startswith(("/", "~", "./", "../")) or (
+        "/" in text and os.path.lexists(text)
+    )
 
 
 def shown_url(url: str | os.PathLike[str]) -> str:
