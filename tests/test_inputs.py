@@ -181,6 +181,11 @@ INPUTS: list[tuple[str, str, int]] = [
     ("rm --unused-for 2w --yes", NO_SHELF, 2),
     ("serve --memory 20GiB", NO_SHELF, 2),
     ("KVSHELF_SERVER=ipc:///run/kv.sock ls", NO_SHELF, 2),
+    (
+        "KVSHELF_SERVER=ipc:///run/kv.sock KVSHELF_SHARED_STORAGE_PATH=SHELF ls",
+        "SHELF: 4 objects",
+        0,
+    ),
     ("chunk_size: 512", NO_SHELF, 2),
     ("explain", "Missing argument 'SHELF'", 2),
     ("pin SHELF", "Missing argument 'NAME'", 2),
@@ -193,6 +198,7 @@ INPUTS: list[tuple[str, str, int]] = [
     ("ls SHELF --namspace x", "No such option: --namspace", 2),
     ("ls SHELF -n", "-n", 2),
     ("ls SHELF -n nope", "no namespace nope on SHELF; it has:", 2),
+    ("rm SHELF --namespace= --yes", "no namespace on SHELF", 2),
     ("ls SHELF SHELF", "unexpected extra argument", 2),
     ("ls SHELF --by size", "Invalid value for '--by': 'size' is not one of 'namespace'", 2),
     ("ls SHELF --storage-options []", "--storage-options: expected a JSON object", 2),
@@ -255,7 +261,7 @@ def answer_to(given: str, shelf: Path) -> tuple[str, int]:
     else:
         words = shlex.split(given)
         while words and (found := re.fullmatch(r"(KVSHELF_\w+)=(.*)", words[0], re.DOTALL)):
-            env[found[1]] = found[2]
+            env[found[1]] = found[2].replace("SHELF", str(shelf))
             del words[0]
         words = [word.replace("SHELF", str(shelf)) for word in words or ["ls"]]
     result = run(*words, env={"COLUMNS": "300", **env})

@@ -54,12 +54,11 @@ from kvshelf.cli.shelves import (
     find_folders,
     is_inside,
     is_local,
-    json_object,
     located,
     open_patiently,
     options_of,
-    read_text,
 )
+from kvshelf.cli.values import json_object, read_text
 from kvshelf.errors import ConfigError, NotRegularError, ObjectNameError, StorageError, size_text
 from kvshelf.format.keys import Chunk
 from kvshelf.format.names import ParsedName, parse_path

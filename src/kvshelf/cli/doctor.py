@@ -47,8 +47,8 @@ from kvshelf.cli.common import (
     option,
     write_json,
 )
-from kvshelf.cli.shelves import ShelfArgument, find_shelf, is_local, json_object
-from kvshelf.cli.values import seconds
+from kvshelf.cli.shelves import ShelfArgument, find_shelf, is_local
+from kvshelf.cli.values import json_object, seconds
 from kvshelf.config import Config
 from kvshelf.errors import (
     ConfigError,

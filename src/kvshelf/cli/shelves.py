@@ -1,51 +1,53 @@
-"""Which shelf a command works on, with which storage options, and how it is opened.
+"""Which shelf and which of its namespaces a command works on, with which storage options.
 
-Owns the arguments that name a shelf and its namespaces. The configuration is that of engines; of it
-only the shelf's address and its storage options are used.
+Owns the arguments that name a shelf and its namespaces, and how a command opens a shelf. The
+configuration is that of engines, and a command that reads it refuses what an engine refuses. Only
+the shelf's address and its storage options are used.
 
 Contracts
 ---------
-* Without a shelf a command ends: the private one of engines without a shelf is not meant.
-* Options that are configured go to the shelf that they are configured with; without a configured
-  shelf to the one that is named, if it is a URL. ``--storage-options`` goes to the one that is
-  named.
+* A command without a shelf ends: the private shelf of engines is not meant.
+* The configured storage options go to the configured shelf. If only storage options are configured,
+  they go to the named shelf, if that is a URL. ``--storage-options`` go to the named shelf.
+* A namespace is named by its folder, by the 16 hex digits at the folder's end, or by the first
+  characters of either if no other namespace begins with them.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
+from itertools import chain
 from typing import Annotated, Any, Final, TypeAlias
 
 import typer
 
-from kvshelf.backends import Backend, open_backend
+from kvshelf.backends import open_backend
 from kvshelf.cli.common import COMMON_OPTIONS, option
+from kvshelf.cli.values import json_object
+from kvshelf.config import Config
 from kvshelf.errors import ConfigError, StorageError
 from kvshelf.format.names import parse_namespace_folder
 from kvshelf.shelf.shelf import Shelf, is_missing
-from kvshelf.tools.naming import folders_named
 from kvshelf.urls import check_shelf, shown_url
 
+Options: TypeAlias = dict[str, Any]
+
 #: No request waits for a command, so slow storage has long deadlines before the breaker opens.
-PATIENT: Final = types.MappingProxyType(
-    {"probe": 60.0, "read": 60.0, "write": 60.0, "bytes_per_second": 1e6}
-)
-#: Most characters of a file that an option names.
-_MOST_TEXT: Final = 1 << 20
-#: Also said where engines have a node server, of which the shelf is an option.
+PATIENT: Final = {"probe": 60.0, "read": 60.0, "write": 60.0, "bytes_per_second": 1e6}
+#: Also the error of an engine's configuration that names a node server, which has the shelf.
 NO_SHELF: Final = (
     "found no shelf; expected SHELF on the command line, the variable KVSHELF_SHARED_STORAGE_PATH,"
     " or shared_storage_path in the file of --config or KVSHELF_CONFIG"
 )
+#: Namespaces that an error lists.
+_MAX_LISTED: Final = 10
 
 
 def _namespaces(ctx: typer.Context, incomplete: str) -> list[str]:
-    """Return how the name of a namespace on the shelf of an incomplete command line may go on."""
+    """Return the namespaces that complete a word of the command line."""
     try:
         with open_found(next(iter(ctx.args), None)) as opened:
             folders = list(filter(parse_namespace_folder, opened.backend.folders()))
@@ -54,17 +56,14 @@ def _namespaces(ctx: typer.Context, incomplete: str) -> list[str]:
     return [folder for folder in folders if folder.startswith(incomplete)]
 
 
+_shelf_argument: Final = partial(typer.Argument, metavar="SHELF", show_default=False)
 ShelfArgument: TypeAlias = Annotated[
     str | None,
-    typer.Argument(
-        metavar="SHELF",
-        help="Directory or URL; default: the configured one [env: KVSHELF_SHARED_STORAGE_PATH].",
-        show_default=False,
+    _shelf_argument(
+        help="Directory or URL; default: the configured one [env: KVSHELF_SHARED_STORAGE_PATH]."
     ),
 ]
-OneShelf: TypeAlias = Annotated[
-    str, typer.Argument(metavar="SHELF", help="Directory or URL.", show_default=False)
-]
+OneShelf: TypeAlias = Annotated[str, _shelf_argument(help="Directory or URL.")]
 NamespacesOption: TypeAlias = Annotated[
     list[str] | None,
     option(
@@ -78,71 +77,7 @@ NamespacesOption: TypeAlias = Annotated[
 ]
 
 
-def configured() -> tuple[str | None, dict[str, Any]]:
-    """Return the shelf that is configured, None without one, and its storage options.
-
-    Raises
-    ------
-    ConfigError
-        If the configuration cannot be used, as in an engine.
-    """
-    if not COMMON_OPTIONS["config"] and not any(
-        name.upper().startswith("KVSHELF_") for name in os.environ
-    ):
-        # To import what reads options takes longer than `ls`.
-        return None, {}
-    from kvshelf.config import Config
-
-    # Engines may have a node server, of which the shelf is an option.
-    config = Config.load({"server": None}, file=COMMON_OPTIONS["config"])
-    return config.shared_storage_path, config.storage_options
-
-
-def options_of(
-    url: str, given: Mapping[str, Any] | None = None, beside: str | None = None
-) -> dict[str, Any]:
-    """Return the storage options of a shelf that is named.
-
-    Parameters
-    ----------
-    url : str
-    given : Mapping, optional
-        Options that the command line gives to this one.
-    beside : str, optional
-        Another shelf that the command line names.
-
-    Raises
-    ------
-    ConfigError
-        If the configured options may be those of either.
-    """
-    address, options = configured()
-    if address is not None:
-        options = options if place_of(address) == place_of(url) else {}
-    elif is_local(url):
-        options = {}
-    elif options and given is None and beside is not None and not is_local(beside):
-        raise ConfigError(
-            f"KVSHELF_STORAGE_OPTIONS may be those of {shown_url(url)} or of {shown_url(beside)};"
-            " give --source-options and --target-options"
-        )
-    return options if given is None else {**given}
-
-
-def place_of(url: str) -> str:
-    """Return where a shelf is, the same for all its spellings."""
-    if not is_local(url):
-        return url.rstrip("/")
-    path = url.removeprefix("file://").removeprefix("local://")
-    return os.path.realpath(os.path.expanduser(path))
-
-
-def is_inside(url: str, other: str) -> bool:
-    """Whether a shelf's place is that of another, or inside it."""
-    return f"{place_of(url)}/".startswith(f"{place_of(other)}/")
-
-
-def find_shelf(shelf: str | None) -> tuple[str, dict[str, Any]]:
+def find_shelf(shelf: str | None) -> tuple[str, Options]:
     """Return URL and storage options of the shelf for a command.
 
     Parameters
@@ -156,12 +91,17 @@ def find_shelf(shelf: str | None) -> tuple[str, dict[str, Any]]:
         If the configuration cannot be used, or there is no shelf.
     """
     text = COMMON_OPTIONS["storage_options"]
-    given = None if text is None else json_object(text, "--storage-options")
-    url = configured()[0] if shelf is None else shelf
+    storage_options = None if text is None else json_object(text, "--storage-options")
+    url = _configuration().shared_storage_path if shelf is None else shelf
     if url is None:
         raise ConfigError(NO_SHELF)
     url = located(url)
-    return url, options_of(url, given)
+    return url, options_of(url, storage_options)
+
+
+def _configuration() -> Config:
+    """Read the configuration of an engine, or of the node server that it names."""
+    return Config.load({"server": None}, file=COMMON_OPTIONS["config"])
 
 
 def located(url: str) -> str:
@@ -180,8 +120,60 @@ def located(url: str) -> str:
     return url if "://" in url else os.path.abspath(os.path.expanduser(url))
 
 
-def open_existing(url: str, storage_options: dict[str, Any], *, change: bool = False) -> Backend:
-    """Open a storage that exists, to look at it or to change it: reads are not uses.
+def options_of(url: str, given: Options | None = None, beside: str | None = None) -> Options:
+    """Return the storage options of a shelf that is named.
+
+    Parameters
+    ----------
+    url : str
+    given : dict, optional
+        Options that the command line gives to this shelf. They replace the configured ones.
+    beside : str, optional
+        Another shelf that the command line names.
+
+    Raises
+    ------
+    ConfigError
+        If the configured options may be those of either shelf.
+    """
+    config = _configuration()
+    if given is not None:
+        return {**given}
+    if config.shared_storage_path is not None:
+        is_configured = place_of(config.shared_storage_path) == place_of(url)
+        return config.storage_options if is_configured else {}
+    if is_local(url):
+        return {}
+    if config.storage_options and beside is not None and not is_local(beside):
+        raise ConfigError(
+            f"KVSHELF_STORAGE_OPTIONS may be those of {shown_url(url)} or of {shown_url(beside)};"
+            " give --source-options and --target-options"
+        )
+    return config.storage_options
+
+
+def is_local(url: str) -> bool:
+    """Whether a shelf's path or URL names a directory of this machine."""
+    return "://" not in url or url.startswith(("file://", "local://"))
+
+
+def place_of(url: str) -> str:
+    """Return where a shelf is, the same for all its spellings."""
+    if not is_local(url):
+        return url.rstrip("/")
+    path = url.removeprefix("file://").removeprefix("local://")
+    return os.path.realpath(os.path.expanduser(path))
+
+
+def is_inside(url: str, other: str) -> bool:
+    """Whether a shelf's place is that of another, or inside it."""
+    return f"{place_of(url)}/".startswith(f"{place_of(other)}/")
+
+
+def open_patiently(url: str, options: Options, *, change: bool = False) -> Shelf:
+    """Open a shelf that exists, to look at it or to change it, with long deadlines.
+
+    Reads are not uses of its chunks.
 
     Raises
     ------
@@ -191,19 +183,11 @@ def open_existing(url: str, storage_options: dict[str, Any], *, change: bool = F
         If it is missing or cannot be opened.
     """
     if is_local(url):
-        storage_options = storage_options | {"create": False}
-    backend = open_backend(
-        url, storage_options=storage_options, read_only=not change, keep_atime=True
-    )
+        options = options | {"create": False}
+    backend = open_backend(url, storage_options=options, read_only=not change, keep_atime=True)
     if is_missing(backend):
         backend.close()
         raise StorageError(f"{backend.url} does not exist; check the path, or mount the filesystem")
-    return backend
-
-
-def open_patiently(url: str, storage_options: dict[str, Any], *, change: bool = False) -> Shelf:
-    """Open a shelf that exists, with long deadlines; see :func:`open_existing`."""
-    backend = open_existing(url, storage_options, change=change)
     return Shelf(backend, deadlines=replace(backend.properties.deadlines, **PATIENT))
 
 
@@ -212,58 +196,35 @@ def open_found(shelf: str | None, *, change: bool = False) -> Shelf:
     return open_patiently(*find_shelf(shelf), change=change)
 
 
-def find_folders(shelf: Shelf, wanted: Sequence[str] | None) -> list[str] | None:
-    """Return the folders of the wanted namespaces; None if all are wanted.
+def find_folders(shelf: Shelf, names: Sequence[str] | None) -> list[str] | None:
+    """Return the folders of the namespaces that a command line names; None if it names none.
+
+    Several folders may be of one namespace: then their digits are equal.
 
     Raises
     ------
     ConfigError
-        If the shelf has not such a namespace, or several.
+        If the shelf has no such namespace, or several.
     StorageError
         If the shelf cannot be listed.
     """
-    if not wanted:
+    if not names:
         return None
-    known = list(filter(parse_namespace_folder, shelf.backend.folders()))
-    return list(
-        dict.fromkeys(folder for name in wanted for folder in folders_named(name, known, shelf.url))
-    )
+    folders = list(filter(parse_namespace_folder, shelf.backend.folders()))
+    matches = (_folders_named(name.rstrip("/"), folders, shelf.url) for name in names)
+    return list(dict.fromkeys(chain.from_iterable(matches)))
 
 
-def is_local(url: str) -> bool:
-    """Whether a shelf's path or URL names a directory of this machine."""
-    return "://" not in url or url.startswith(("file://", "local://"))
-
-
-def read_text(file: Path, option: str) -> str:
-    """Return the text of a file that the value of an option names; at most 1 MiB.
-
-    Raises
-    ------
-    ConfigError
-        If it cannot be read as such.
-    """
-    try:
-        with open(file, encoding="utf-8", newline="") as opened:
-            return opened.read(_MOST_TEXT)
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError(f"{option}: {shown_url(file)} cannot be read: {reason}") from None
-
-
-def json_object(text: str, option: str) -> dict[str, Any]:
-    """Parse the JSON object that is the value of an option.
-
-    Raises
-    ------
-    ConfigError
-        If it is not a JSON object.
-    """
-    try:
-        value = json.loads(text)
-    except ValueError:
-        value = None
-    if not isinstance(value, dict):
-        # It may hold secrets, and is not shown.
-        raise ConfigError(f'{option}: expected a JSON object, such as {{"name": "value"}}')
-    return value
+def _folders_named(name: str, folders: list[str], url: str) -> list[str]:
+    if matches := [folder for folder in folders if name in (folder, folder[-16:])]:
+        return matches
+    matches = [f for f in folders if name and (f.startswith(name) or f[-16:].startswith(name))]
+    if len({folder[-16:] for folder in matches}) == 1:
+        return matches
+    listed = matches or folders
+    text = ", ".join(listed[:_MAX_LISTED]) or "none"
+    if len(listed) > _MAX_LISTED:
+        text += f" and {len(listed) - _MAX_LISTED} more"
+    if matches:
+        raise ConfigError(f"{name} begins several namespaces on {url}: {text}; give more of it")
+    raise ConfigError(f"no namespace {shown_url(name)} on {url}; it has: {text}")

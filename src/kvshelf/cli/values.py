@@ -1,16 +1,22 @@
-"""Sizes, ages and numbers as values of a command's options.
+"""Values of a command's options: sizes, ages, numbers, JSON objects, files.
 
-Owns these options, and the errors that name them; :mod:`kvshelf.config` reads the values.
+Owns the errors that name these options; :mod:`kvshelf.config` reads sizes, ages and numbers.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
-from typing import Annotated, Any, TypeAlias, TypeVar
+from pathlib import Path
+from typing import Annotated, Any, Final, TypeAlias, TypeVar
 
 from kvshelf.cli.common import option
 from kvshelf.config import LEAST_MAX_AGE, parse_age, parse_number, parse_size
 from kvshelf.errors import ConfigError
+from kvshelf.urls import shown_url
+
+#: Most characters of a file that an option names.
+_MAX_FILE_TEXT: Final = 1 << 20
 
 _T = TypeVar("_T", int, float)
 
@@ -64,6 +70,40 @@ def seconds(text: str, option: str) -> float:
 def max_age(text: str | None) -> float | None:
     """Return the seconds of ``--max-age``: uses that are more recent may not be recorded yet."""
     return age(text, "--max-age", least=LEAST_MAX_AGE)
+
+
+def read_text(file: Path, option: str) -> str:
+    """Return the text of a file that the value of an option names; at most 1 MiB.
+
+    Raises
+    ------
+    ConfigError
+        If it cannot be read as such.
+    """
+    try:
+        with open(file, encoding="utf-8", newline="") as opened:
+            return opened.read(_MAX_FILE_TEXT)
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"{option}: {shown_url(file)} cannot be read: {reason}") from None
+
+
+def json_object(text: str, option: str) -> dict[str, Any]:
+    """Parse the JSON object that is the value of an option.
+
+    Raises
+    ------
+    ConfigError
+        If it is not a JSON object.
+    """
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        # It may hold secrets, and is not shown.
+        raise ConfigError(f'{option}: expected a JSON object, such as {{"name": "value"}}')
+    return value
 
 
 def _read(parse: Callable[[str, Any], _T], text: str | None, option: str, least: _T) -> _T | None:
