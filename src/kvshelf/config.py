@@ -27,7 +27,6 @@ import re
 import stat
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from decimal import Decimal
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, TypeAlias
 
@@ -161,12 +160,12 @@ def parse_number(text: str, least: float = 0.0) -> float:
 
 
 def weights_name(text: str) -> str | None:
-    """Return what a text such as ``name:my-model-v1`` calls the weights; None for other texts.
+    """Return the name in a text such as ``name:my-model-v1``; None if no ``name:`` begins it.
 
     Raises
     ------
     ValueError
-        If it begins so and holds no name.
+        If a path or nothing follows ``name:``.
     """
     if not text.startswith(_NAME):
         return None
@@ -306,7 +305,8 @@ class Config(BaseModel):
         As :meth:`load`.
     """
 
-    model_config = ModelOptions(frozen=True, extra="forbid", allow_inf_nan=False)
+    # Unknown keys are told with their source, see _unknown_keys.
+    model_config = ModelOptions(frozen=True, extra="ignore", allow_inf_nan=False)
 
     shared_storage_path: Annotated[str, BeforeValidator(_absolute)] | None = None
     """The shared store, called the *shelf*: a directory (local, NFS, any mounted filesystem) or a
@@ -405,7 +405,7 @@ class Config(BaseModel):
     if not TYPE_CHECKING:  # a type checker makes the constructor's arguments of the fields
 
         def __init__(self, **values: Any) -> None:
-            self._fill({_ARGUMENTS: values})
+            self._set_options({_ARGUMENTS: values})
 
     @classmethod
     def load(
@@ -449,10 +449,10 @@ class Config(BaseModel):
         variables, problems = _read_variables(environ)
         sources = {_EXTRA: extra, _ENVIRONMENT: variables, f"the file {path}": file_options}
         config = cls.__new__(cls)
-        config._fill(sources, problems, environ)
+        config._set_options(sources, problems, environ)
         return config
 
-    def _fill(
+    def _set_options(
         self,
         sources: Mapping[str, Mapping[Any, Any]],
         problems: Sequence[str] = (),
@@ -462,13 +462,8 @@ class Config(BaseModel):
 
         The validators have the environment as their context; it is None for the constructor.
         """
-        options = {
-            name: value
-            for name, value in merge(*sources.values()).items()
-            if name in type(self).model_fields
-        }
-        unknown_keys = (_unknown_keys(options, place) for place, options in sources.items())
-        problems = [*chain.from_iterable(unknown_keys), *problems]
+        problems = [*_unknown_keys(sources), *problems]
+        options = merge(*sources.values())
         try:
             self.__pydantic_validator__.validate_python(
                 options, self_instance=self, context=environ
@@ -552,7 +547,7 @@ class Config(BaseModel):
 
 
 def merge(*sources: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Return the options of several sources: the first source that has an option counts.
+    """Return the options of several sources. The first source that gives an option counts.
 
     Mappings are merged key by key, at all depths.
     """
@@ -596,17 +591,17 @@ def default_shelf_path(environ: Mapping[str, str] | None = None) -> Path:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.mkdir(mode=0o700, exist_ok=True)
-            found = path.lstat()
+            status = path.lstat()
         except OSError as error:
             raise ConfigError(
                 f"cannot create the private shelf {path}: {error}; {advice}"
             ) from error
-        if not stat.S_ISDIR(found.st_mode):
+        if not stat.S_ISDIR(status.st_mode):
             trouble = "is a link or a file, not a directory"
-        elif found.st_uid != os.geteuid():
-            trouble = f"belongs to user {found.st_uid}, not to user {os.geteuid()}"
-        elif found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-            trouble = f"can be written by others (mode {stat.S_IMODE(found.st_mode):04o})"
+        elif status.st_uid != os.geteuid():
+            trouble = f"belongs to user {status.st_uid}, not to user {os.geteuid()}"
+        elif status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            trouble = f"can be written by others (mode {stat.S_IMODE(status.st_mode):04o})"
         else:
             continue
         raise ConfigError(
@@ -703,14 +698,17 @@ def _suggest(name: str, names: list[str], shown: Callable[[str], str] = str) -> 
     return f"known: {', '.join(map(shown, sorted(names)))}"
 
 
-def _unknown_keys(options: Mapping[Any, Any], place: str) -> list[str]:
+def _unknown_keys(sources: Mapping[str, Mapping[Any, Any]]) -> list[str]:
     """Return a problem for each key that is no option."""
-    names = [*Config.model_fields, *([FILE_KEY] if place == _EXTRA else [])]
-    words = {key: str(key).removeprefix("lmcache.") for key in options if key not in names}
-    return [
-        f"unknown key {key!r} in {place}; {_FOREIGN_KEYS.get(word) or _suggest(word, names)}"
-        for key, word in words.items()
-    ]
+    problems = []
+    for place, options in sources.items():
+        names = [*Config.model_fields, *([FILE_KEY] if place == _EXTRA else [])]
+        for key in options:
+            if key not in names:
+                name = str(key).removeprefix("lmcache.")
+                remedy = _FOREIGN_KEYS.get(name) or _suggest(name, names)
+                problems.append(f"unknown key {key!r} in {place}; {remedy}")
+    return problems
 
 
 def _wrong_values(
