@@ -497,9 +497,9 @@ class Config(BaseModel):
             )
         shelf, tier = self.shared_storage_path, self.disk_tier
         if tier is not None and _overlap(shelf, tier.path, info.context):
-            where = "not set, so the shelf is this user's private one" if shelf is None else shelf
+            address = "not set, so the shelf is this user's private one" if shelf is None else shelf
             raise ValueError(
-                f"disk_tier.path is {tier.path} and shared_storage_path {where}: one is inside "
+                f"disk_tier.path is {tier.path} and shared_storage_path {address}: one is inside "
                 "the other; give the disk tier a directory of its own"
             )
         if self.capacity.group_max_bytes is not None and not self.group_by_salt:
@@ -701,13 +701,13 @@ def _suggest(name: str, names: list[str], shown: Callable[[str], str] = str) -> 
 def _unknown_keys(sources: Mapping[str, Mapping[Any, Any]]) -> list[str]:
     """Return a problem for each key that is no option."""
     problems = []
-    for place, options in sources.items():
-        names = [*Config.model_fields, *([FILE_KEY] if place == _EXTRA else [])]
+    for source, options in sources.items():
+        names = [*Config.model_fields, *([FILE_KEY] if source == _EXTRA else [])]
         for key in options:
             if key not in names:
                 name = str(key).removeprefix("lmcache.")
                 remedy = _FOREIGN_KEYS.get(name) or _suggest(name, names)
-                problems.append(f"unknown key {key!r} in {place}; {remedy}")
+                problems.append(f"unknown key {key!r} in {source}; {remedy}")
     return problems
 
 
@@ -733,25 +733,25 @@ def _wrong_values(
         if kind == "extra_forbidden":
             model = CapacityConfig if option == "capacity" else DiskTierConfig
             reason = f"no such key; {_suggest(keys[-1], [*model.model_fields])}"
-        place = _place_of(location, sources)
-        where = f"variable {variable_of(option)}" if place == _ENVIRONMENT else option
+        source = _source_of(location, sources)
+        name = f"variable {variable_of(option)}" if source == _ENVIRONMENT else option
         if keys and option != _SECRET:
-            where = f"{'.'.join(keys)} of {where}"
+            name = f"{'.'.join(keys)} of {name}"
         shown = repr(shown_url(value) if isinstance(value, str) else value)
         problem = f"the value {shown} cannot be used: {reason}"
         if option == _SECRET:
             problem = f"the value cannot be used: {reason}"
         elif reason.startswith("expected"):
             problem = f"found {shown}; {reason}"
-        problems.append(f"{where} in {place}: {problem}")
+        problems.append(f"{name} in {source}: {problem}")
     return dict.fromkeys(problems)
 
 
-def _place_of(location: Sequence[object], sources: Mapping[str, Mapping[Any, Any]]) -> str:
+def _source_of(location: Sequence[object], sources: Mapping[str, Mapping[Any, Any]]) -> str:
     """Return which source gives a value, or the mapping in which the value is missing."""
 
-    def depth(place: str) -> int:
-        options: Any = sources[place]
+    def depth(source: str) -> int:
+        options: Any = sources[source]
         for count, key in enumerate(location):
             if not isinstance(options, Mapping) or key not in options:
                 return count

@@ -100,7 +100,7 @@ def find_shelf(shelf: str | None) -> tuple[str, Options]:
 
 
 def _configuration() -> Config:
-    """Read the configuration of an engine, or of the node server that it names."""
+    """Read the configuration as if it named no node server: commands open the shelf themselves."""
     return Config.load({"server": None}, file=COMMON_OPTIONS["config"])
 
 
@@ -165,9 +165,9 @@ def place_of(url: str) -> str:
     return os.path.realpath(os.path.expanduser(path))
 
 
-def is_inside(url: str, other: str) -> bool:
-    """Whether a shelf's place is that of another, or inside it."""
-    return f"{place_of(url)}/".startswith(f"{place_of(other)}/")
+def is_inside(url: str, outer: str) -> bool:
+    """Whether a shelf is the shelf `outer`, or lies inside it."""
+    return f"{place_of(url)}/".startswith(f"{place_of(outer)}/")
 
 
 def open_patiently(url: str, options: Options, *, change: bool = False) -> Shelf:
@@ -216,6 +216,7 @@ def find_folders(shelf: Shelf, names: Sequence[str] | None) -> list[str] | None:
 
 
 def _folders_named(name: str, folders: list[str], url: str) -> list[str]:
+    """Return the folders that a name means: those of this whole name, else those it begins."""
     if matches := [folder for folder in folders if name in (folder, folder[-16:])]:
         return matches
     matches = [f for f in folders if name and (f.startswith(name) or f[-16:].startswith(name))]
