@@ -37,7 +37,6 @@ from pydantic import (
     Field,
     ValidationError,
     ValidationInfo,
-    field_validator,
     model_validator,
 )
 from pydantic import ConfigDict as ModelOptions
@@ -475,15 +474,6 @@ class Config(BaseModel):
             text = "".join(mark + problem for problem in problems)
             raise ConfigError(f"kvshelf's configuration cannot be used:{text}") from None
 
-    @field_validator(*_MAPPINGS, mode="before")
-    @classmethod
-    def _mapping(cls, value: object, info: ValidationInfo) -> object:
-        name = str(info.field_name)
-        is_unset = value is None and cls.model_fields[name].default is None
-        if is_unset or isinstance(value, Mapping | BaseModel):
-            return value
-        raise ValueError(f"expected a mapping such as {_MAPPINGS[name]}")
-
     @model_validator(mode="after")
     def _consistent(self, info: ValidationInfo) -> Config:
         unset: tuple[object, ...] = (None, {}, CapacityConfig())
@@ -728,7 +718,7 @@ def _wrong_values(
         if kind == "missing" and option in misspelt:
             # The misspelt key is named, and not the key that is missing for it.
             continue
-        if kind == "missing":
+        if kind in ("missing", "dict_type", "model_type"):
             reason = f"expected a mapping such as {_MAPPINGS[option]}"
         if kind == "extra_forbidden":
             model = CapacityConfig if option == "capacity" else DiskTierConfig
