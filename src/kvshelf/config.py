@@ -42,7 +42,7 @@ from pydantic import (
 from pydantic import ConfigDict as ModelOptions
 
 from kvshelf.errors import ConfigError, size_text
-from kvshelf.urls import cache_dir, directory_of, names_a_path, refuse_mistakes, shown_url
+from kvshelf.urls import cache_dir, directory_of, refuse_mistakes, shown_url, weights_name
 
 ENV_PREFIX: Final = "KVSHELF_"
 
@@ -104,7 +104,6 @@ _NUMBER: Final = r"[0-9]{1,18}(?:\.[0-9]{1,18})?"
 _SIZE: Final = re.compile(rf"({_NUMBER}) ?(?:([kmgtp])(i?))?b", re.ASCII | re.IGNORECASE)
 _AGE: Final = re.compile(rf"({_NUMBER}) ?([smhdw])", re.ASCII)
 _SECONDS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
-_NAME: Final = "name:"
 _URL: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(::|://)")
 #: Variables that Kubernetes makes for a Service whose name begins with kvshelf.
 _SERVICE_VARIABLE: Final = re.compile(
@@ -156,27 +155,6 @@ def parse_number(text: str, least: float = 0.0) -> float:
         return float(text)
     more = f", at least {least:g}" if least else ""
     raise ValueError(f"expected a number such as 256 or 0.5{more}")
-
-
-def weights_name(text: str) -> str | None:
-    """Return the name in a text such as ``name:my-model-v1``; None if no ``name:`` begins it.
-
-    Raises
-    ------
-    ValueError
-        If a path or nothing follows ``name:``.
-    """
-    if not text.startswith(_NAME):
-        return None
-    name = text.removeprefix(_NAME)
-    if not name or name != name.strip() or not name.isprintable():
-        raise ValueError("expected a text without blanks around it, as name:my-model-v1")
-    if names_a_path(name):
-        raise ValueError(
-            "names a path, and a name does not say what lies there; expected content, which reads"
-            " the files, or a name that is no path, as name:my-model-v1"
-        )
-    return name
 
 
 def _absolute(value: object) -> object:

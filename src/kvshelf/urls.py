@@ -1,4 +1,4 @@
-"""Shelf URLs and paths: mistakes in them, the directory they name, their form without secrets.
+"""Shelf URLs, paths and names of weights: mistakes in them, and how they are shown.
 
 Owns how log lines and errors show URLs, and where kvshelf keeps files for a user. No function
 touches storage; :func:`names_a_path` looks whether a file exists.
@@ -15,6 +15,7 @@ from urllib.parse import unquote, urlsplit
 
 from kvshelf.errors import ConfigError
 
+_NAME: Final = "name:"
 _SCHEME: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _HALF_URL: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 _VARIABLE: Final = re.compile(r"\$(?:\w+|\{\w+\})")
@@ -78,6 +79,27 @@ def check_shelf(url: str) -> None:
         refuse_mistakes(url)
     except ValueError as error:
         raise ConfigError(f"the shelf {shown_url(url)!r} {error}") from None
+
+
+def weights_name(text: str) -> str | None:
+    """Return the name in a text such as ``name:my-model-v1``; None if no ``name:`` begins it.
+
+    Raises
+    ------
+    ValueError
+        If nothing or a path follows ``name:``.
+    """
+    if not text.startswith(_NAME):
+        return None
+    name = text.removeprefix(_NAME)
+    if not name or name != name.strip() or not name.isprintable():
+        raise ValueError("expected a text without blanks around it, as name:my-model-v1")
+    if names_a_path(name):
+        raise ValueError(
+            "names a path, and a name does not say what lies there; expected content, which reads"
+            " the files, or a name that is no path, as name:my-model-v1"
+        )
+    return name
 
 
 def names_a_path(text: str) -> bool:

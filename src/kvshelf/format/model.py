@@ -29,7 +29,7 @@ from kvshelf.errors import ConfigError, UnsupportedError
 from kvshelf.format.kinds import FULL, KINDS, SHARDS_FIELDS, STATE, Kind, layers_by_kind
 from kvshelf.format.namespace import FORMAT, FieldValue, Namespace, slugify
 from kvshelf.format.objects import ObjectFormat
-from kvshelf.urls import cache_dir, names_a_path
+from kvshelf.urls import cache_dir, names_a_path, weights_name
 from kvshelf.weights.configuration import CONFIG, ROPE_FIELDS, published_lines
 from kvshelf.weights.fingerprints import (
     FingerprintCache,
@@ -479,9 +479,6 @@ class ModelFacts:
 
 def _named(field: str, text: str) -> str:
     """Return the name of weights in a text such as ``name:my-model-v1``."""
-    # The GPU's tests run where pydantic is not installed.
-    from kvshelf.config import weights_name
-
     try:
         name = weights_name(text)
     except ValueError as error:

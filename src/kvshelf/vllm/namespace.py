@@ -24,14 +24,14 @@ from typing import Any
 import torch
 
 from kvshelf.background import try_to_start
-from kvshelf.config import Config, weights_name
+from kvshelf.config import Config
 from kvshelf.errors import ConfigError, TransientStorageError, UnsupportedError
 from kvshelf.format.kinds import STATE, WINDOW, Kind
 from kvshelf.format.model import ModelFacts, rope_text
 from kvshelf.format.namespace import Namespace
 from kvshelf.format.tensors import shape_heads
 from kvshelf.kv.topology import Topology, head_groups
-from kvshelf.urls import cache_dir, shown_url
+from kvshelf.urls import cache_dir, shown_url, weights_name
 from kvshelf.vllm.affinity import widen_cpu_affinity
 from kvshelf.vllm.metadata import BY_PARAMETERS, LayerScales, WorkerReport
 from kvshelf.vllm.published import Published, check_unchanged, hub_snapshot, read_published

@@ -17,9 +17,10 @@ import sys
 from types import SimpleNamespace
 from typing import Any
 
-from kvshelf.config import Config, weights_name
+from kvshelf.config import Config
 from kvshelf.errors import UnsupportedError
 from kvshelf.format.namespace import Namespace
+from kvshelf.urls import weights_name
 
 #: Logged with a reason.
 WITHOUT_DRAFTS = (

@@ -1,1 +1,0 @@
-"""The work behind the command line: copying, seeding, lists of prompts."""
