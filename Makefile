@@ -104,8 +104,7 @@ wheel: venv  ## build the source archive and a wheel for this machine, into dist
 
 .PHONY: docs
 docs: venv  ## build the documentation into site/
-	@$(BIN)/python .ci/config_page.py
-	@$(BIN)/python .ci/metrics_page.py
+	@$(BIN)/python .ci/pages.py
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 .PHONY: clean
