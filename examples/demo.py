@@ -195,7 +195,7 @@ def main() -> int:
     shutil.rmtree(shelf, ignore_errors=True)
     suited = suited_to_this_machine()
     recipe, dtype = options.recipe or suited[0], options.dtype or suited[1]
-    model = make_model(folder / f"model-{recipe}", recipe, replace=True)
+    model = make_model(folder / f"model-{recipe}", recipe)
     console.print(f"Model: Llama-shaped, random weights, recipe {recipe}, {dtype}", style="dim")
     job = {"model": str(model), "recipe": recipe, "dtype": dtype, "shelf": str(shelf)}
     with console.status("Engine 1 starts, and computes 4 prompts …"):

@@ -27,9 +27,7 @@ def main() -> None:
     parser.add_argument("--tensor-parallel-size", type=int, default=1, help="number of ranks")
     parser.add_argument("--questions", type=int, default=3, help="number of prompts")
     options = parser.parse_args()
-    model = options.model or make_model(
-        Path("build/models/tiny"), "tiny", seed=options.seed, replace=True
-    )
+    model = options.model or make_model(Path("build/models/tiny"), "tiny", seed=options.seed)
     shelf = options.shelf and KVTransferConfig(
         kv_connector="KVShelfConnector",
         kv_role="kv_both",

@@ -71,7 +71,7 @@ def main() -> None:
     parser.add_argument("--shelf", type=Path, help="directory to keep KV in (default: temporary)")
     parser.add_argument("--prompt-tokens", type=int, default=3000)
     options = parser.parse_args()
-    model, facts = load(make_model(Path("build/models/tiny"), "tiny", replace=True))
+    model, facts = load(make_model(Path("build/models/tiny"), "tiny"))
     prompt = random.Random(0).choices(range(2, RECIPES["tiny"].vocab), k=options.prompt_tokens)
     answers = []
     with tempfile.TemporaryDirectory() as temporary:

@@ -144,9 +144,8 @@ def make_model(
     *,
     seed: int = 0,
     tokenizer: bool = False,
-    replace: bool = False,
 ) -> Path:
-    """Make the model in ``folder``, unless it is already there.
+    """Make the model in ``folder``, unless it is already there; replace another made model.
 
     Parameters
     ----------
@@ -158,8 +157,6 @@ def make_model(
         Seed of the random weights.
     tokenizer : bool
         Also write a byte-level tokenizer, one token for each byte, so that a server can take text.
-    replace : bool
-        Overwrite the weights of another recipe or seed, in place, instead of refusing.
 
     Returns
     -------
@@ -169,18 +166,15 @@ def make_model(
     Raises
     ------
     FileExistsError
-        If the folder holds something else and ``replace`` was not given.
+        If the folder holds something that this script did not make.
     """
     shape, folder = RECIPES[recipe], Path(folder)
     made_by = {"recipe": asdict(shape), "seed": seed, "tokenizer": tokenizer}
     if folder.exists():
-        if _made_by(folder) == made_by:
+        if not (made_before := _made_by(folder)):
+            raise FileExistsError(f"{folder} holds something else: give another folder")
+        if made_before == made_by:
             return folder
-        if not replace:
-            raise FileExistsError(
-                f"{folder} holds something other than recipe {recipe!r} with seed {seed}: "
-                "give another folder, delete it, or ask for replace"
-            )
     add_files = _write_tokenizer if tokenizer else lambda _: None
     write_checkpoint(folder, _weights(shape, seed), _config(shape), made_by, add_files)
     return folder
@@ -298,7 +292,6 @@ def main() -> None:
     parser.add_argument("--recipe", choices=sorted(RECIPES), default="demo")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--tokenizer", action="store_true", help="add a byte-level tokenizer")
-    parser.add_argument("--replace", action="store_true", help="overwrite other weights in place")
     print(make_model(**vars(parser.parse_args())))
 
 
