@@ -1,4 +1,4 @@
-"""The wheel where nothing is but what it asks for: no torch, no compiler, no vLLM."""
+"""The wheel where nothing is but what it asks for: no torch, no numpy, no compiler, no vLLM."""
 
 from __future__ import annotations
 
@@ -52,17 +52,24 @@ def run(programs: Path, *command: object, code: int = 0) -> str:
     return done.stdout + done.stderr
 
 
-def test_commands_need_neither_torch_nor_vllm(programs: Path, tmp_path: Path) -> None:
-    assert not list(programs.parent.rglob("torch"))
+def test_commands_need_neither_torch_nor_numpy(programs: Path, tmp_path: Path) -> None:
+    assert not [*programs.parent.rglob("torch"), *programs.parent.rglob("numpy")]
     shelf = shutil.copytree(SHELF, tmp_path / "shelf")
     assert run(programs, "kvshelf", "ls", shelf).count("tiny-") == 3
     assert "verified 12 of 12 objects" in run(programs, "kvshelf", "verify", shelf)
     assert "copied 12 objects" in run(programs, "kvshelf", "copy", shelf, tmp_path / "other")
     assert "pip install torch" in run(programs, "kvshelf", "doctor", shelf)
-    assert "would delete" in run(programs, "kvshelf", "gc", shelf)
+    assert "would delete" in run(programs, "kvshelf", "gc", shelf, "--max-bytes", "1KB")
     folders = [option for path in shelf.glob("tiny-*") for option in ("-n", path.name)]
+    assert "pin all: all of" in run(programs, "kvshelf", "pin", shelf, "all", *folders[:2])
+    assert "unpin all" in run(programs, "kvshelf", "pin", shelf, "all", "--remove")
     assert "deleted" in run(programs, "kvshelf", "rm", shelf, *folders, "--yes")
     assert not list(shelf.rglob("*.safetensors"))
+
+
+def test_disk_tier_needs_neither_torch_nor_numpy(programs: Path, tmp_path: Path) -> None:
+    code = "from kvshelf import DiskTier; DiskTier(sys.argv[1], 1 << 30).close(); print('opened')"
+    assert "opened" in run(programs, "python", "-c", f"import sys; {code}", tmp_path / "tier")
 
 
 def test_what_needs_torch_says_what_installs_it(programs: Path) -> None:
@@ -74,4 +81,4 @@ def test_what_needs_torch_says_what_installs_it(programs: Path) -> None:
 def test_size_of_what_is_installed(programs: Path) -> None:
     files = [path for path in programs.parent.rglob("*") if path.is_file()]
     size = sum(path.stat().st_size for path in files if "/pip" not in str(path))
-    assert size < 150e6, f"{size / 1e6:.0f} MB; docs/quick-start.md says 131"
+    assert size < 80e6, f"{size / 1e6:.0f} MB; docs/quick-start.md says 59"

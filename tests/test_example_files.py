@@ -16,6 +16,7 @@ import pytest
 import yaml
 
 from kvshelf.config import PROCESS_VARIABLES, Config, variable_of
+from kvshelf.vllm import check_vllm_version
 
 pytestmark = pytest.mark.real
 
@@ -115,6 +116,14 @@ def test_pods_run_as_the_user_of_the_image() -> None:
 def test_containerfiles_have_no_fault_that_hadolint_knows(file: Path) -> None:
     done = subprocess.run([str(HADOLINT), file], check=False, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
+
+
+def test_image_of_engines_is_made_of_a_version_that_kvshelf_supports() -> None:
+    lines = (KUBERNETES / "Containerfile.engine").read_text()
+    versions = re.findall(r"VLLM=v([\d.]+)", lines)
+    assert len(versions) == 2
+    for version in versions:
+        check_vllm_version(version)
 
 
 def test_compose_file() -> None:
