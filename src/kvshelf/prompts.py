@@ -74,7 +74,7 @@ class SourcePrompt:
     chat: Mapping[str, Any] = field(default_factory=dict)
 
 
-class _Fields(BaseModel):
+class _PromptFields(BaseModel):
     """What every form of a prompt may have."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -83,11 +83,11 @@ class _Fields(BaseModel):
     id: Any = None
 
 
-class _Text(_Fields):
+class _Text(_PromptFields):
     prompt: Annotated[str, Field(min_length=1)]
 
 
-class _Tokens(_Fields):
+class _Tokens(_PromptFields):
     tokens: Annotated[list[Annotated[int, Field(ge=0, lt=2**32)]], Field(min_length=1)]
 
 
@@ -98,7 +98,7 @@ class _Message(BaseModel):
     content: str | list[Any] | None = None
 
 
-class _Messages(_Fields):
+class _Messages(_PromptFields):
     messages: Annotated[list[_Message], Field(min_length=1)]
     tools: Any = None
     chat_template: Any = None
@@ -107,7 +107,7 @@ class _Messages(_Fields):
 
 
 #: The forms of a prompt, by the field that only this form has.
-_FORMS: Final[dict[str, type[_Fields]]] = {
+_FORMS: Final[dict[str, type[_PromptFields]]] = {
     "prompt": _Text,
     "messages": _Messages,
     "tokens": _Tokens,
@@ -134,13 +134,13 @@ def read_prompts(path: str | os.PathLike[str]) -> list[SourcePrompt]:
         raise ConfigError(f"{os.fspath(path)} cannot be read: {reason}") from None
 
 
-def parse_prompts(lines: Iterable[str], where: str) -> list[SourcePrompt]:
+def parse_prompts(lines: Iterable[str], source_name: str) -> list[SourcePrompt]:
     """Parse prompts from lines; empty lines are skipped.
 
     Parameters
     ----------
     lines : Iterable of str
-    where : str
+    source_name : str
         Name of the file, for messages.
 
     Raises
@@ -156,13 +156,13 @@ def parse_prompts(lines: Iterable[str], where: str) -> list[SourcePrompt]:
                 prompts.append(_parse(line, number))
             except ValueError as error:
                 problems.append((number, str(error)))
-    raise_bad_lines(problems, where)
+    raise_bad_lines(problems, source_name)
     if not prompts:
-        raise ConfigError(f"{where}: found no prompts; expected one JSON value per line")
+        raise ConfigError(f"{source_name}: found no prompts; expected one JSON value per line")
     return prompts
 
 
-def raise_bad_lines(problems: Sequence[tuple[int, str]], where: str = "the prompts") -> None:
+def raise_bad_lines(problems: Sequence[tuple[int, str]], source_name: str = "the prompts") -> None:
     """Raise an error that lists the bad lines, if there are any.
 
     Raises
@@ -175,7 +175,7 @@ def raise_bad_lines(problems: Sequence[tuple[int, str]], where: str = "the promp
         if len(problems) > _MAX_REPORTED_LINES:
             lines.append(f"and {len(problems) - _MAX_REPORTED_LINES} more")
         count = f"{len(problems)} bad line{'s' if len(problems) > 1 else ''}"
-        raise ConfigError("\n  ".join([f"{where}: {count}", *lines]))
+        raise ConfigError("\n  ".join([f"{source_name}: {count}", *lines]))
 
 
 def _parse(line: str, number: int) -> SourcePrompt:
@@ -203,7 +203,7 @@ def _parse(line: str, number: int) -> SourcePrompt:
         return SourcePrompt(number, text=value["prompt"], salt=salt)
     if form == "tokens":
         return SourcePrompt(number, tokens=array("I", value["tokens"]), salt=salt)
-    template = set(_Messages.model_fields) - set(_Fields.model_fields) - {"messages"}
+    template = set(_Messages.model_fields) - set(_PromptFields.model_fields) - {"messages"}
     chat = {name: value[name] for name in template if value.get(name) is not None}
     return SourcePrompt(number, messages=value["messages"], salt=salt, chat=chat)
 
@@ -211,8 +211,8 @@ def _parse(line: str, number: int) -> SourcePrompt:
 def _problem(form: str, error: ValidationError) -> str:
     """Return what is wrong with the first bad field of a prompt."""
     detail = error.errors()[0]
-    place = " ".join(map(str, detail["loc"]))
+    location = " ".join(map(str, detail["loc"]))
     if detail["type"] == "extra_forbidden":
         fields = sorted(set(_FORMS[form].model_fields) - {form})
-        return f"unknown field {place!r}; {form} can have {', '.join(fields)}"
-    return f"{place} is {short_repr(detail['input'])}: {detail['msg']}"
+        return f"unknown field {location!r}; {form} can have {', '.join(fields)}"
+    return f"{location} is {short_repr(detail['input'])}: {detail['msg']}"

@@ -39,22 +39,22 @@ def cleaner_of(path: str, *, root: Path = Path("/"), user: int | None = None) ->
     login = (os.getuid() if user is None else user) >= _FIRST_USER
     if login and path.startswith("/dev/shm/") and _removes_ipc(root):  # noqa: S108
         return "logind deletes all files of a user in /dev/shm when the user's last session ends"
-    place, kind, age, file = max(_rules(path, root), default=("", "", "-", ""))
+    pattern, kind, age, file = max(_rules(path, root), default=("", "", "-", ""))
     if kind == "x" or age == "-":
         return ""
-    return f"systemd-tmpfiles deletes files below {place} that are older than {age} ({file})"
+    return f"systemd-tmpfiles deletes files below {pattern} that are older than {age} ({file})"
 
 
 def _rules(path: str, root: Path) -> list[tuple[str, str, str, str]]:
-    """Return place, type, age and file of the rules for a directory and those around it."""
+    """Return pattern, type, age and file of the rules for a directory and those around it."""
     files = {file.name: file for folder in _FOLDERS for file in (root / folder).glob("*.conf")}
     around = [path, *map(str, Path(path).parents)]
     rules: dict[str, tuple[str, str, str, str]] = {}
     for name in sorted(files):
         for line in _lines(files[name]):
-            kind, place, _, _, _, age, *_ = [*line.split(), *"------"]
-            if kind[0] in "dDevqQx" and any(fnmatch.fnmatch(folder, place) for folder in around):
-                rules.setdefault(place, (place, kind[0], age, name))
+            kind, pattern, _, _, _, age, *_ = [*line.split(), *"------"]
+            if kind[0] in "dDevqQx" and any(fnmatch.fnmatch(folder, pattern) for folder in around):
+                rules.setdefault(pattern, (pattern, kind[0], age, name))
     return list(rules.values())
 
 

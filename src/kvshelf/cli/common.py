@@ -210,11 +210,11 @@ def _logging() -> Iterator[None]:
 def _unexpected(command: str, error: Exception) -> str:
     """Return one line about an exception that no command should meet."""
     frames = traceback.extract_tb(error.__traceback__)
-    place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+    frame_text = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
     return (
         f"{command} ended early, because of something that kvshelf does not expect:"
-        f" {type(error).__name__}: {printable(str(error), 500)}{place}. It may be a damaged file,"
-        " or an error in kvshelf: please report it, with what --verbose says"
+        f" {type(error).__name__}: {printable(str(error), 500)}{frame_text}. It may be a damaged"
+        " file, or an error in kvshelf: please report it, with what --verbose says"
     )
 
 
@@ -229,8 +229,8 @@ def error_text(error: Exception) -> str:
     is_permission = isinstance(error, StorageError) and error.errno in (errno.EACCES, errno.EPERM)
     if not isinstance(error, StorageError) or not is_permission or " belongs to " in text:
         return text
-    place = Path(os.fsdecode(error.filename or ""))
-    for path in (place, *place.parents) if place.is_absolute() else ():
+    error_path = Path(os.fsdecode(error.filename or ""))
+    for path in (error_path, *error_path.parents) if error_path.is_absolute() else ():
         with contextlib.suppress(OSError):
             status = path.stat()
             return (

@@ -279,7 +279,7 @@ class Explainer:
         if self._folder is not None:
             search, answer.chosen = searches[self._folder], "it was named"
         else:
-            search = max(searches.values(), key=lambda each: each.hit_tokens)
+            search = max(searches.values(), key=lambda search: search.hit_tokens)
             is_only = len(searches) == 1
             answer.chosen = (
                 "the only one of the shelf" if is_only else "the one with the longest hit"
@@ -287,7 +287,7 @@ class Explainer:
         answer.namespace = search.folder
         answer.chunk_size, answer.chunks = search.fmt.chunk_size, len(search.chunks)
         answer.usable_chunks, answer.hit_chunks = search.usable, search.hit
-        near = [_near(search, each) for each in searches.values()]
+        near = [_near(search, candidate) for candidate in searches.values()]
         near.sort(key=lambda row: (-row.hit_chunks * row.chunk_size, len(row.differs)))
         answer.near = near[:_MAX_NEAR]
         answer.missing = list(islice(search.missing(), _MAX_MISSING))
@@ -356,7 +356,7 @@ class Explainer:
         """Yield why the pieces that end a hit may be absent."""
         piece = missing[0]
         if piece.kind != FULL:
-            names = ", ".join(str(each.chunk) for each in missing)
+            names = ", ".join(str(missing_piece.chunk) for missing_piece in missing)
             yield Cause(
                 f"no_{piece.kind}",
                 f"full KV of {search.full} chunks is there, but not the {piece.kind} of chunk"

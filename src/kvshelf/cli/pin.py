@@ -107,7 +107,7 @@ def _pin(
     until = None if seconds is None else time.time() + seconds
     if prompt_keys is None:
         return Pin(namespace=folders[0] if folders else None, group=group, until=until)
-    keys = tuple(dict.fromkeys(key for each in prompt_keys for key in each.keys))
+    keys = tuple(dict.fromkeys(key for namespace in prompt_keys for key in namespace.keys))
     folder = prompt_keys[0].folder if len(prompt_keys) == 1 else None
     return Pin(namespace=folder, group=group, keys=keys, until=until)
 
@@ -120,17 +120,17 @@ def _row(new_pin: Pin, prompt_keys: list[PromptKeys] | None) -> dict[str, Any]:
         "until": new_pin.until,
     }
     if prompt_keys is not None:
-        row["namespaces"] = [each.folder for each in prompt_keys]
-        row["stored"] = sum(each.stored for each in prompt_keys)
-        row["bytes"] = sum(each.bytes for each in prompt_keys)
+        row["namespaces"] = [namespace.folder for namespace in prompt_keys]
+        row["stored"] = sum(namespace.stored for namespace in prompt_keys)
+        row["bytes"] = sum(namespace.bytes for namespace in prompt_keys)
     return row
 
 
 def _text(new_pin: Pin, prompt_keys: list[PromptKeys] | None) -> str:
     parts = [
-        f"{count_text(len(each.keys), 'chunk')} of {each.folder}, {each.stored} of them stored"
-        f" ({size_text(each.bytes)})"
-        for each in prompt_keys or ()
+        f"{count_text(len(namespace.keys), 'chunk')} of {namespace.folder},"
+        f" {namespace.stored} of them stored ({size_text(namespace.bytes)})"
+        for namespace in prompt_keys or ()
     ]
     if prompt_keys is None and new_pin.namespace is not None:
         parts.append(f"all of {new_pin.namespace}")

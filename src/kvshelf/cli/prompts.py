@@ -215,10 +215,10 @@ def prompt_keys(
             too_large.append(fmt.chunk_size)
             continue
         objects = list(stored_objects(shelf.backend, folder, fmt, chunks))
-        stored = len({each.chunk.key for each in objects})
+        stored = len({stored_object.chunk.key for stored_object in objects})
         if stored or folders:
             keys = list(dict.fromkeys(chunk.key for chunk in chunks))
-            nbytes = sum(each.size for each in objects)
+            nbytes = sum(stored_object.size for stored_object in objects)
             namespaces.append(PromptKeys(folder, keys, stored, nbytes))
     if too_large and not namespaces:
         raise ConfigError(

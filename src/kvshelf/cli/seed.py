@@ -126,7 +126,7 @@ def seed_shelf(
     group_by_salt: bool = False,
     report: SeedReport | None = None,
     display: Display | None = None,
-    where: str = "the prompts",
+    prompts_file: str = "the prompts",
 ) -> SeedReport:
     """Let an engine compute the prompts whose chunks are missing from a shelf.
 
@@ -148,7 +148,7 @@ def seed_shelf(
         Updated during the seeding.
     display : Display, optional
         Shows the report after each change, and each prompt that failed.
-    where : str
+    prompts_file : str
         Name of the file of prompts, for messages.
 
     Raises
@@ -183,7 +183,7 @@ def seed_shelf(
             for todo in batch:
                 report.failed += 1
                 display.problem(
-                    f"{where}: line {todo.prompt.line}",
+                    f"{prompts_file}: line {todo.prompt.line}",
                     "computed, but not all of its chunks were stored: the storage is too slow or "
                     "fails; see the log",
                     line=todo.prompt.line,
@@ -301,7 +301,7 @@ def _run(
     arguments: dict[str, Any],
     report: SeedReport,
     display: Display,
-    where: str,
+    prompts_file: str,
 ) -> None:
     from kvshelf.vllm.seeding import OfflineEngine
 
@@ -322,7 +322,7 @@ def _run(
                 group_by_salt=config.group_by_salt,
                 report=report,
                 display=display,
-                where=where,
+                prompts_file=prompts_file,
             )
 
 

@@ -47,7 +47,7 @@ def serve(
     size(max_bytes, "--max-bytes")
     max_age(age)
     size(memory, "--memory", least=LEAST_MEMORY)
-    where = None if http is None else _address(http)
+    address = None if http is None else _address(http)
     # The same file or environment may name this server to engines.
     given: dict[str, Any] = {"server": None}
     if shelf is not None:
@@ -75,11 +75,11 @@ def serve(
     url = socket or default_socket()
 
     def ready(opened: str, port: int | None) -> None:
-        host = "" if where is None else f"[{where[0]}]" if ":" in where[0] else where[0]
-        at = "" if port is None or where is None else f", http://{host}:{port}"
+        host = "" if address is None else f"[{address[0]}]" if ":" in address[0] else address[0]
+        at = "" if port is None or address is None else f", http://{host}:{port}"
         typer.echo(f"kvshelf serve: {url}, {size_text(nbytes)} of memory, shelf {opened}{at}")
 
-    run(config, url, nbytes, http=where, ready=ready)
+    run(config, url, nbytes, http=address, ready=ready)
 
 
 def _address(text: str) -> tuple[str, int]:
