@@ -155,20 +155,14 @@ def test_every_form_of_a_line(tmp_path: Path) -> None:
     ("line", "told"),
     [
         ("{", "not JSON"),
-        ("[" * 10**5, "not JSON"),
         ("7", "expected a string"),
         ('""', "prompt is ''"),
-        ("[]", "tokens is []"),
-        ("[1, true]", "tokens 1 is True"),
         ("[1, 4294967296]", "tokens 1 is 4294967296"),
-        ('[{"role": "user", "content": 3}]', "messages 0 content"),
         ('[{"role": "user"}, {"content": "x"}]', "messages 1 role"),
         ("{}", "expected one of prompt"),
         ('{"prompt": "a", "messages": []}', "found prompt and messages"),
         ('{"prompt": "a", "lora": "b"}', "unknown field 'lora'"),
-        ('{"prompt": [1]}', "prompt is [1]"),
         ('{"tokens": [1], "tools": []}', "unknown field 'tools'"),
-        ('{"tokens": [1], "cache_salt": 7}', "cache_salt is 7"),
     ],
 )
 def test_bad_lines(line: str, told: str) -> None:

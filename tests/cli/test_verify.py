@@ -16,7 +16,7 @@ from kvshelf.backends.posix import PosixBackend
 from kvshelf.cli.verify import verify_shelf
 from kvshelf.shelf.shelf import Shelf
 from tests.support import commands
-from tests.support.filled import contents, fill, hybrid, namespace, prompt, times
+from tests.support.filled import fill, hybrid, namespace, prompt
 
 FOLDER = namespace().folder
 HYBRID = hybrid()
@@ -57,12 +57,6 @@ def flip(path: Path, at: int = -1) -> None:
 
 
 # ------------------------------------------------------------------------------ what is found
-
-
-def test_verified_shelf_stays_as_it_is(shelf: Path) -> None:
-    before = times(shelf), contents(shelf)
-    assert report(shelf)["bytes"] == sum(path.stat().st_size for path in objects(shelf))
-    assert (times(shelf), contents(shelf)) == before
 
 
 def test_file_that_may_still_be_copied_stays(shelf: Path) -> None:

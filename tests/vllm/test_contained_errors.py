@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -58,20 +58,16 @@ def backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FaultyStorage:
 
 
 @pytest.fixture
-def start(backend: FaultyStorage) -> Iterator[Start]:
+def start(start_model: Start) -> Start:
     """Start engines whose stores have memory for four chunks; they end with the test."""
-    engines: list[EngineModel] = []
 
     def start(runner: str = "V1") -> EngineModel:
-        engines.append(EngineModel(backend.url, runner=runner, blocks=BLOCKS, budget=40))
-        engines[-1].settle()
-        limit_stores(engines[-1].worker.side, 4)
-        return engines[-1]
+        engine = start_model(runner=runner, blocks=BLOCKS, budget=40)
+        engine.settle()
+        limit_stores(engine.worker.side, 4)
+        return engine
 
-    yield start
-    backend.heal()
-    for engine in engines:
-        engine.close()
+    return start
 
 
 @pytest.fixture

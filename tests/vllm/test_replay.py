@@ -45,24 +45,9 @@ def nothing_contained(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
 
 
 @pytest.fixture
-def start(backend: FaultyStorage) -> Iterator[Start]:
-    """Start engines on one shelf; they end with the test."""
-    engines: list[EngineModel] = []
-
-    def start(config: dict[str, Any] | None = None, **options: Any) -> EngineModel:
-        engines.append(EngineModel(backend.url, **(config or {}), **options))
-        return engines[-1]
-
-    yield start
-    backend.heal()
-    for engine in engines:
-        engine.close()
-
-
-@pytest.fixture
-def engine(start: Start) -> EngineModel:
+def engine(start_model: Start) -> EngineModel:
     """An engine that keeps no blocks of requests that have ended."""
-    return start(prefix_caching=False)
+    return start_model(prefix_caching=False)
 
 
 def objects(backend: FaultyStorage) -> set[str]:
@@ -102,17 +87,17 @@ def hashing(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hashing]:
     hashing.gate.set()
 
 
-def test_adapters_are_told_apart_by_content(start: Start, tmp_path: Path) -> None:
+def test_adapters_are_told_apart_by_content(start_model: Start, tmp_path: Path) -> None:
     one, two = (make_adapter(tmp_path / name, name) for name in ("one", "two"))
     copy = make_adapter(tmp_path / "copy", "one")
-    start().run(prompt(20), lora_request=adapter(one))
-    assert start().run(prompt(20)) == [0]
-    assert start().run(prompt(20), lora_request=adapter(two)) == [0]
-    assert start().run(prompt(20), lora_request=adapter(copy, number=7)) == [16]
+    start_model().run(prompt(20), lora_request=adapter(one))
+    assert start_model().run(prompt(20)) == [0]
+    assert start_model().run(prompt(20), lora_request=adapter(two)) == [0]
+    assert start_model().run(prompt(20), lora_request=adapter(copy, number=7)) == [16]
 
 
 def test_engines_that_apply_adapters_in_different_ways_share_nothing(
-    start: Start, tmp_path: Path
+    start_model: Start, tmp_path: Path
 ) -> None:
     folder = make_adapter(tmp_path / "a", "a")
     everything: dict[str, Any] = {"target_modules": None, "lora_dtype": torch.bfloat16}
@@ -122,18 +107,18 @@ def test_engines_that_apply_adapters_in_different_ways_share_nothing(
         (everything | {"target_modules": ["o_proj"]}, [0, 16]),
         (everything | {"lora_dtype": torch.float32}, [0, 16]),
     ):
-        engine = start(lora=lora, prefix_caching=False)
+        engine = start_model(lora=lora, prefix_caching=False)
         first = engine.run(prompt(20), lora_request=adapter(folder))
         assert [*first, *engine.run(prompt(20))] == found
         assert engine.run(prompt(20), lora_request=adapter(folder)) == [16]
 
 
 def test_what_is_on_its_way_when_other_content_is_loaded_is_not_used(
-    start: Start, backend: FaultyStorage, tmp_path: Path
+    start_model: Start, backend: FaultyStorage, tmp_path: Path
 ) -> None:
     folder = make_adapter(tmp_path / "a", "before")
-    start().run(prompt(20), lora_request=adapter(folder))
-    engine = start(prefix_caching=False)
+    start_model().run(prompt(20), lora_request=adapter(folder))
+    engine = start_model(prefix_caching=False)
     engine.add("r", prompt(20), lora_request=adapter(folder))
     loads = backend.hang("read")
     until(lambda: engine.step() is None or engine.is_loading("r"))
@@ -159,10 +144,10 @@ def test_adapter_that_was_loaded_before_its_files_changed_is_not_stored(
 
 @pytest.mark.parametrize("inplace", [False, True])
 def test_adapter_under_the_name_of_another_is_not_stored(
-    start: Start, backend: FaultyStorage, tmp_path: Path, inplace: bool
+    start_model: Start, backend: FaultyStorage, tmp_path: Path, inplace: bool
 ) -> None:
     folder = make_adapter(tmp_path / "a", "before")
-    engine = start()
+    engine = start_model()
     early = adapter(folder, lora_name="a", load_inplace=inplace)
     engine.run(prompt(20, shared=16), lora_request=early)
     make_adapter(folder, "after, and longer")
@@ -179,7 +164,7 @@ def test_adapter_under_the_name_of_another_is_not_stored(
 
 
 def test_adapter_whose_files_change_while_vllm_reads_them_is_not_stored(
-    start: Start, backend: FaultyStorage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    start_model: Start, backend: FaultyStorage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, read = make_adapter(tmp_path / "a", "before"), Adapters._load_adapter
 
@@ -188,7 +173,7 @@ def test_adapter_whose_files_change_while_vllm_reads_them_is_not_stored(
         return read(self, asked)
 
     monkeypatch.setattr(Adapters, "_load_adapter", change_and_read)
-    start().run(prompt(20), lora_request=adapter(folder))
+    start_model().run(prompt(20), lora_request=adapter(folder))
     assert not objects(backend)
 
 
@@ -220,9 +205,9 @@ def test_adapter_whose_files_change_while_they_are_hashed_is_not_stored(
 
 
 def test_adapter_loaded_again_is_not_trusted_though_its_files_look_unchanged(
-    start: Start, tmp_path: Path
+    start_model: Start, tmp_path: Path
 ) -> None:
-    folder, engine = make_adapter(tmp_path / "a", "before"), start()
+    folder, engine = make_adapter(tmp_path / "a", "before"), start_model()
     one, two = (adapter(folder, number=number, lora_name="a") for number in (1, 2))
     engine.run(prompt(20), lora_request=one)
     make_adapter(folder, "other, and longer")
@@ -231,13 +216,13 @@ def test_adapter_loaded_again_is_not_trusted_though_its_files_look_unchanged(
     # No chunk of it is complete, so no worker reports what it has loaded.
     engine.run(prompt(40, 1)[:7], lora_request=two)
     engine.run(prompt(40, 1), lora_request=one)
-    assert start().run(prompt(40, 1), lora_request=adapter(folder)) == [0]
+    assert start_model().run(prompt(40, 1), lora_request=adapter(folder)) == [0]
 
 
 def test_adapter_counts_that_was_used_while_nothing_was_looked_up(
-    start: Start, backend: FaultyStorage, tmp_path: Path
+    start_model: Start, backend: FaultyStorage, tmp_path: Path
 ) -> None:
-    folder, engine = make_adapter(tmp_path / "a", "before"), start()
+    folder, engine = make_adapter(tmp_path / "a", "before"), start_model()
     early = adapter(folder, lora_name="a")
     # Neither looked up nor stored, and in vLLM's prefix cache.
     engine.add("early", prompt(20, shared=16), lora_request=early, resumable=True)
@@ -250,7 +235,7 @@ def test_adapter_counts_that_was_used_while_nothing_was_looked_up(
 
 
 def test_adapter_whose_files_cannot_be_read_in_time_delays_no_request(
-    start: Start,
+    start_model: Start,
     backend: FaultyStorage,
     tmp_path: Path,
     hashing: Hashing,
@@ -259,7 +244,7 @@ def test_adapter_whose_files_cannot_be_read_in_time_delays_no_request(
     hashing.held = True
     monkeypatch.setattr(adapters, "_HASHING_SECONDS", 0.05)
     folder = make_adapter(tmp_path / "a", "a")
-    engine = start({"lookup_seconds": 0.05}, prefix_caching=False)
+    engine = start_model(lookup_seconds=0.05, prefix_caching=False)
     for _ in range(2):
         assert engine.run(prompt(20), lora_request=adapter(folder)) == [0]
     assert not objects(backend)
@@ -315,10 +300,10 @@ def test_files_of_an_adapter_are_hashed_again_only_when_they_change(
 
 
 def test_adapter_whose_files_only_get_other_times_stays_trusted(
-    start: Start, tmp_path: Path
+    start_model: Start, tmp_path: Path
 ) -> None:
     folder = make_adapter(tmp_path / "a", "a")
-    engine = start(prefix_caching=False)
+    engine = start_model(prefix_caching=False)
     for when in (1, 2):
         os.utime(folder / "adapter_model.safetensors", (when, when))
         # As after vLLM has evicted it.
@@ -343,11 +328,11 @@ def test_adapter_without_files_is_served_without_the_shelf(
 
 @pytest.mark.parametrize("option", [{"role": "kv_consumer"}, {"read_only": True}])
 def test_engine_that_may_not_store_loads_and_stores_nothing(
-    start: Start, backend: FaultyStorage, option: dict[str, Any]
+    start_model: Start, backend: FaultyStorage, option: dict[str, Any]
 ) -> None:
-    start({"role": "kv_producer"}).run(prompt(20))
+    start_model(role="kv_producer").run(prompt(20))
     before = objects(backend)
-    engine = start(option)
+    engine = start_model(**option)
     assert engine.run(prompt(20), prompt(20, 1)) == [16, 0]
     assert objects(backend) == before
 
@@ -357,9 +342,9 @@ def test_engine_that_may_not_store_loads_and_stores_nothing(
 
 @pytest.mark.parametrize("runner", RUNNERS)
 def test_chunks_of_forward_pass_that_raised_are_not_stored(
-    start: Start, backend: FaultyStorage, runner: str
+    start_model: Start, backend: FaultyStorage, runner: str
 ) -> None:
-    engine = start(runner=runner)
+    engine = start_model(runner=runner)
     engine.add("r", prompt(20))
     engine.forward_error = RuntimeError("the model failed")
     with pytest.raises(RuntimeError, match="the model failed"):
@@ -374,12 +359,12 @@ def test_chunks_of_forward_pass_that_raised_are_not_stored(
 
 @pytest.mark.parametrize("runner", RUNNERS)
 def test_of_a_load_that_is_cut_the_first_chunks_are_kept_and_the_rest_is_computed(
-    start: Start, backend: FaultyStorage, runner: str
+    start_model: Start, backend: FaultyStorage, runner: str
 ) -> None:
     stored = [prompt(41, seed) for seed in range(4)]
-    start(runner=runner).run(*stored)
-    config = {"admission": "auto", "io_threads": 1}
-    engine = start(config, runner=runner, prefix_caching=False)
+    start_model(runner=runner).run(*stored)
+    options: dict[str, Any] = {"admission": "auto", "io_threads": 1, "prefix_caching": False}
+    engine = start_model(runner=runner, **options)
     # A token takes 0.1 s: far more than a load of one on a machine that is busy with others.
     engine.side.admission.clock = lambda: 0.1 * sum(end - begin for _, begin, end in engine.written)
     assert engine.run(prompt(41, 100)) == [0]
@@ -399,18 +384,18 @@ def test_of_a_load_that_is_cut_the_first_chunks_are_kept_and_the_rest_is_compute
 
 @pytest.mark.parametrize("damaged", range(5))
 def test_damaged_chunk_is_computed_only_where_a_window_reaches_it(
-    start: Start, backend: FaultyStorage, damaged: int
+    start_model: Start, backend: FaultyStorage, damaged: int
 ) -> None:
     """vLLM has no blocks for tokens that the window of the token behind a hit does not reach."""
     tokens = prompt(5 * CHUNK + 3)
     groups = [replace(PLAIN[0], kind="window", reach=2 * CHUNK)]
-    start(groups=groups).run(tokens)
+    start_model(groups=groups).run(tokens)
     (path,) = Path(backend.url).rglob(f"*-{damaged}-0of*")
     good = path.read_bytes()
     path.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
     for _ in range(2):
         # The engine compares all that a step reads with what the model computes.
-        start(groups=groups).run(tokens)
+        start_model(groups=groups).run(tokens)
     # What was computed instead is stored again. A chunk that is not wanted is not even read.
     assert (path.read_bytes() == good) is (damaged >= 3)
 
@@ -419,9 +404,9 @@ def test_damaged_chunk_is_computed_only_where_a_window_reaches_it(
     ("lost", "told"), [("nothing", []), ("1", [12]), ("3", [24]), ("the drafter", [12])]
 )
 def test_load_tells_from_which_token_on_it_brought_no_kv_of_the_drafter(
-    start: Start, backend: FaultyStorage, lost: str, told: list[int]
+    start_model: Start, backend: FaultyStorage, lost: str, told: list[int]
 ) -> None:
-    writer, reader = (start(runner="V1 speculative", drafter=drafter()) for _ in range(2))
+    writer, reader = (start_model(runner="V1 speculative", drafter=drafter()) for _ in range(2))
     tokens, heard = prompt(41), list[int]()
     # vLLM hits all blocks but the last in its own cache.
     for engine, length in ((writer, 41), (reader, 17)):

@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from enum import Enum
+from itertools import chain
 from typing import Annotated, Any, Final
 
 import typer
@@ -135,7 +136,7 @@ def doctor(
     """Check the installation and, step by step, access to a shelf."""
     extra, deadline = _own_options(transfer), seconds(timeout, "--timeout")
     checks = []
-    for check in _checks(shelf, extra, deadline, dry_run):
+    for check in chain(_installation(), _shelf_checks(shelf, extra, deadline, dry_run)):
         checks.append(check)
         if not as_json:
             _print(check)
@@ -251,15 +252,12 @@ def _with_deadline(action: Callable[[], str], timeout: float) -> str:
 # ----------------------------------------------------------------------------- installation
 
 
-def _checks(
-    shelf: str | None, extra: dict[str, Any], timeout: float, dry_run: bool
-) -> Iterator[Check]:
+def _installation() -> Iterator[Check]:
     yield Check("kvshelf", State.OK, __version__)
     yield Check("python", State.OK, f"{platform.python_version()} ({sys.executable})")
     with ending_immediately():
         checks = [_vllm(), _cpu_copies(), *_gpu()]
     yield from checks
-    yield from _shelf_checks(shelf, extra, timeout, dry_run)
 
 
 def _vllm() -> Check:
