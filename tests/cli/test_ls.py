@@ -14,7 +14,6 @@ import pytest
 
 from kvshelf.backends.posix import PosixBackend
 from kvshelf.capacity.sweep import KEEPERS
-from kvshelf.cli.ls import By
 from kvshelf.shelf.pins import Pin, Pins
 from kvshelf.shelf.shelf import open_shelf
 from tests.support import commands
@@ -111,12 +110,6 @@ def test_by_group_and_age_of_one_listing(shelf: Path, monkeypatch: pytest.Monkey
             os.utime(path, (when, when))
     ages = usage(shelf, "--by", "age")["by"]["age"]
     assert sum(row["objects"] for row in ages) == len(objects(shelf))
-
-
-def test_empty_shelf_has_no_rows_by_any_breakdown(tmp_path: Path) -> None:
-    for name in By:
-        report = usage(tmp_path, "--by", name)
-        assert (report["objects"], report["by"]) == (0, {name: []})
 
 
 GIB = 1 << 30
