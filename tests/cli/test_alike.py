@@ -133,22 +133,14 @@ def test_dry_run_changes_nothing(
 
 #: Command lines with files of their own that are refused; :mod:`tests.test_inputs` has others.
 REFUSED = [
-    ("ls --config /dev/null/x", "cannot read the file /dev/null/x (from --config)"),
-    ("ls s3:// -n x", "s3://"),
     ("ls {shelf}/\x1b[2J\nINFO_forged", "holds"),
-    ("copy {shelf}/b {shelf}", "expected two places"),
     ("copy {shelf} {link}", "expected two places"),
     ("copy {shelf} b --storage-options {{}}", "--source-options"),
-    ("pin {shelf} a/b --remove", "not a name of a pin"),
-    ("pin {shelf} a --group tenant", "--group"),
-    ("pin {shelf} a -n unknown", "no namespace unknown"),
-    ("pin {shelf} a /dev/null/nowhere", "cannot be read"),
     ("pin {shelf} a {text}", "line 2 is text"),
     ("pin {shelf} a {short}", "no prompt fills a chunk of 32 tokens"),
     ("rm {shelf} -n unknown --yes", "no namespace unknown"),
     ("rm {shelf} --prompts /dev/null/nowhere --yes", "cannot be read"),
     ("verify {shelf} 0123 --sample 1", "OBJECT beside"),
-    ("verify {shelf} 0123 -n tiny", "OBJECT beside"),
     ("verify {shelf} \x1b]0;title\x07", "is no object of"),
     ("seed {shelf} /dev/null/nowhere --model m", "cannot be read"),
     ("seed {shelf} /dev/null --model m", "no prompts"),

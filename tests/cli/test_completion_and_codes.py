@@ -283,6 +283,7 @@ def test_what_kvshelf_does_not_expect_ends_a_command_in_one_line(
     assert len(result.stderr.splitlines()) == 1, result.stderr
     assert "OverflowError: cannot convert float infinity" in result.stderr
     assert f"{name} ended early" in result.stderr
+    assert f"({Path(__file__).name}:" in result.stderr
 
 
 def test_verify_names_damaged_pins(tmp_path: Path) -> None:

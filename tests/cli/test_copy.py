@@ -138,6 +138,7 @@ def test_large_objects_are_copied_one_at_a_time_and_huge_ones_not(
     if most == 1000:
         assert (found["failed"], found["copied"]) == (14, 0)
         assert "more than 1000" in found["problems"][0]["problem"]
+        assert report(source, tmp_path / "other", "--dry-run", code=1)["failed"] == 14
     else:
         assert (found["failed"], found["copied"]) == (0, 14)
         assert max(at_once) == 1
@@ -273,6 +274,11 @@ def test_copy_that_is_broken_off_goes_on(tmp_path: Path, how: signal.Signals) ->
     assert all(after[name] == mtime for name, mtime in before.items() if name in after)
     for name, data in contents(source).items():
         assert (target / name).read_bytes() == data
+
+
+def test_chosen_namespace_that_vanished_is_a_failure(source: Path, tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match="vanished"):
+        copied(source, open_backend(tmp_path / "target"), folders=["gone-0123456789abcdef"])
 
 
 def copied(source: Path, target: Backend, **options: Any) -> CopyReport:

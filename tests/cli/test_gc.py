@@ -96,6 +96,7 @@ def test_gc_of_a_storage_that_is_overloaded_ends_with_an_error_and_the_next_one_
         patch.setattr(PosixBackend, "_delete", overloaded)
         first = gc(place, "--max-bytes", "1000B", "--yes", code=PROBLEM)
     assert first["deleted"]["size"]["files"] == 10 and len(place.names()) == 14
+    assert first["bytes_after"] == size(place)
     assert first["failed"] == 14 and len(taken) == len({*taken}), "none is tried twice"
     second = gc(place, "--max-bytes", "1000B", "--yes")
     assert second["deleted"]["size"]["files"] == 14 and not place.names()

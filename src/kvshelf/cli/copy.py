@@ -1,7 +1,8 @@
-"""``kvshelf copy``: copies objects from one shelf to another and verifies each of them.
+"""``kvshelf copy``: copies objects from one shelf to another and verifies each copied object.
 
-Owns what happens to each object, the counts of a copy (:class:`CopyReport`), and the command. The
-shelf publishes objects, also in the place of bad ones.
+Owns the selection of objects, the counts of a copy (:class:`CopyReport`), and the command. The
+target shelf publishes each object, and replaces a bad one. :class:`~kvshelf.cli.progress.Work`
+counts the objects that vanish, are bad or fail.
 
 Contracts
 ---------
@@ -14,7 +15,7 @@ Contracts
 * The source is never changed. Objects that vanish from it during the copy are not a failure; a
   namespace folder that vanishes is an error, because the source may have been unmounted.
 * Only objects and ``namespace.json`` are copied; temporaries and foreign files are not.
-  An existing folder of the namespace at the target is used, whatever its slug.
+  If the target has a folder of the namespace, it is used, even if its slug differs.
 * A storage error with one object is retried after growing pauses, then counted and reported.
   The copy ends with an error if the target is read-only or full, or if every object fails.
 
@@ -69,35 +70,36 @@ from kvshelf.shelf.view import ObjectRef, Presence, find_together
 
 #: Objects that are probed at the target in one call.
 _BATCH: Final = 256
-#: Larger objects are copied one at a time.
+#: Objects above this size are copied one at a time.
 _LARGE_BYTES: Final = 256 << 20
-#: Larger objects are not copied: a copy holds objects in memory, and a forged namespace may demand
-#: any size.
+#: Objects above this size are refused: a copy holds objects in memory, and a forged namespace may
+#: demand any size.
 _MAX_BYTES: Final = 4 << 30
 
 
 @dataclass(slots=True)
 class CopyReport:
-    """The result of a copy. Counts objects, except `bytes` and `seconds`.
+    """The result of a copy. Counts objects, unless said otherwise.
 
     Attributes
     ----------
     found : int
         Selected at the source.
     copied : int
-        Published by this copy, or by the copy that a dry run predicts.
+        Published; in a dry run, expected to be published.
     repaired : int
-        Of these, the ones that replaced a bad object.
+        The part of `copied` that replaced a bad object at the target.
     existed : int
         Already at the target.
     bad : int
         Not copied: the source's object is invalid.
     failed : int
-        Not copied: the storage failed, or the target has a folder of that name.
+        Not copied: the storage failed, the object is too large, or the target has a folder where
+        the object's file belongs.
     gone : int
         Vanished from the source before they were read.
     skipped_namespaces : int
-        Left out, because without a namespace record objects cannot be verified.
+        Namespaces without a usable record, by which their objects could be verified.
     bytes : int
         Total size of the objects in `copied`.
     seconds : float
@@ -121,13 +123,13 @@ class CopyReport:
 
     @property
     def complete(self) -> bool:
-        """Whether the target now has all selected objects."""
+        """Whether no object was left out, except those that vanished from the source."""
         return not (self.bad or self.failed or self.skipped_namespaces)
 
 
 @dataclass(frozen=True, slots=True)
 class _SourceObject:
-    """One selected object; `fmt` is of its kind."""
+    """One selected object: the format of its kind, and its name below the root of the shelf."""
 
     fmt: ObjectFormat
     name: str
@@ -146,16 +148,16 @@ def copy_shelf(
     report: CopyReport | None = None,
     display: Display | None = None,
 ) -> CopyReport:
-    """Copy the selected objects that the target does not have.
+    """Copy the selected objects that the target does not have, or has with a wrong size.
 
     Parameters
     ----------
     source, target : Shelf
-        Open the source read-only if possible.
+        The caller should open the source read-only if possible.
     folders : Collection of str, optional
         Only these namespace folders.
     prompts : Sequence of TokenPrompt, optional
-        Only the whole chunks of these prompts. They are probed by their keys; nothing is listed.
+        Only the whole chunks of these prompts. Their objects are looked up by name, not listed.
     dry_run : bool
         Only count: do not change the target and do not read objects.
     report : CopyReport, optional
@@ -177,17 +179,14 @@ def copy_shelf(
     report = CopyReport() if report is None else report
     work = Work(report, Display("copying") if display is None else display)
     one_large_object = threading.Lock()
-    finished_folders: list[str] = []
+    listed_folders: list[str] = []
 
     def copy_object(item: _SourceObject) -> None:
         size = item.fmt.object_size(item.parsed.shard, item.parsed.tail_tokens)
-        if size > _MAX_BYTES:
-            text = f"it cannot be copied: {size} bytes, more than {_MAX_BYTES}"
-            return work.problem("failed", item.name, text)
         with one_large_object if size > _LARGE_BYTES else contextlib.nullcontext():
-            return _copy_object(source, target, item, memoryview(bytearray(size)), work)
+            _copy_object(source, target, item, memoryview(bytearray(size)), work)
 
-    def missing_objects() -> Iterator[_SourceObject]:
+    def objects_to_copy() -> Iterator[_SourceObject]:
         for info in source.namespaces():
             if folders is not None and info.folder not in folders:
                 continue
@@ -203,20 +202,24 @@ def copy_shelf(
             while batch := list(islice(items, _BATCH)):
                 work.count(found=len(batch))
                 for item, is_there in zip(batch, _probe(target, batch), strict=True):
+                    size = item.fmt.object_size(item.parsed.shard, item.parsed.tail_tokens)
                     if is_there:
                         work.count(existed=1)
+                    elif size > _MAX_BYTES:
+                        text = f"it cannot be copied: {size} bytes, more than {_MAX_BYTES}"
+                        work.problem("failed", item.name, text)
                     elif dry_run:
                         work.count(copied=1, bytes=item.size)
                     else:
                         yield item
-            finished_folders.append(info.folder)
+            listed_folders.append(info.folder)
             _check_there(source, [info.folder])
 
     try:
         threads = threads_for(source.backend, target.backend)
-        work.run_over(missing_objects(), copy_object, threads)
-        if report.gone:
-            _check_there(source, finished_folders)
+        work.run_over(objects_to_copy(), copy_object, threads)
+        if report.gone or folders is not None:
+            _check_there(source, [*listed_folders, *(folders or ())])
     finally:
         report.seconds = time.monotonic() - begin
     return report
@@ -238,26 +241,26 @@ def _copy_object(
 
 
 def _probe(target: Shelf, items: Sequence[_SourceObject]) -> Iterator[bool]:
-    """Yield whether the target has each object, as far as its storage answers.
+    """Yield True for each object that the target is known to have.
 
-    Where it gives no answer, the write will detect an existing object.
+    Where its storage gives no answer, the write will detect an existing object.
     """
-    by_kind = [
+    runs_of_one_kind = [
         (target.view(fmt), [ObjectRef(item.chunk, item.parsed.shard) for item in same_kind])
         for fmt, same_kind in groupby(items, key=attrgetter("fmt"))
     ]
-    for answer in chain(*find_together(by_kind)):
+    for answer in chain(*find_together(runs_of_one_kind)):
         yield answer is Presence.PRESENT
 
 
 def _check_there(source: Shelf, folders: Sequence[str]) -> None:
-    """Raise if a folder vanished from the source: its listing would just end, without an error."""
+    """Raise if a folder vanished from the source, where its listing ends without an error."""
     existing = set(source.backend.folders())
     for folder in folders:
         if folder not in existing:
             raise StorageError(
                 f"{source.url}: {folder} vanished while it was copied; check that the source is "
-                "still mounted, and start it again"
+                "still mounted, and start the copy again"
             )
 
 
@@ -314,7 +317,7 @@ def copy(
     is_same_server = of_source == of_target or is_local(source)
     if is_same_server and (is_inside(source, target) or is_inside(target, source)):
         raise ConfigError(f"SRC is {source} and DST is {target}; expected two places")
-    selected = None if prompts is None else token_prompts(prompts, None)
+    selected_prompts = None if prompts is None else token_prompts(prompts, None)
     report = CopyReport()
     display = Display("looking" if dry_run else "copying", as_json=as_json)
     with (
@@ -330,7 +333,13 @@ def copy(
         folders = find_folders(from_, namespaces)
         with display.working():
             copy_shelf(
-                from_, to, folders, selected, dry_run=dry_run, report=report, display=display
+                from_,
+                to,
+                folders,
+                selected_prompts,
+                dry_run=dry_run,
+                report=report,
+                display=display,
             )
         row = asdict(report) | {"dry_run": dry_run, "source": from_.url, "target": to.url}
         display.finish(row, _summary(report, dry_run), complete=report.complete)
